@@ -14,6 +14,8 @@ or packages beyond numpy and sympy; and comparing by ==, which an answer's own c
 """
 import __future__
 import _ast
+import builtins
+import codecs
 import collections.abc
 import contextlib
 import ctypes
@@ -70,11 +72,21 @@ sympy.discrete sympy.integrals sympy.logic sympy.matrices.expressions.applyfunc
 sympy.physics.units sympy.polys sympy.sets sympy.stats sympy.tensor.array.array_derivatives
 sympy.vector""".split()
 # (pattern, modules of a fork server). The first row whose pattern occurs in the answer or its tests
-# is used, because forking with fewer modules is up to ten times as fast.
+# is used, because forking with fewer modules is up to ten times as fast. A child that looks for a
+# codec which it lacks sends NEEDS_CODECS and ends; then the row above runs the answer.
 EXTRAS = "|".join({name.partition(".")[0] for name in EXTRA_MODULES})  # numpy|sympy
-SERVERS = [(EXTRAS, LIBRARY + EXTRA_MODULES),
-           (r"import|code\(|bytes\(|bytearray\(|str\([^)]{,99},", LIBRARY),
+SERVERS = [(EXTRAS, LIBRARY + EXTRA_MODULES), ("import", LIBRARY),
            ("", ["_pylong", "unicodedata"])]  # for huge integers and "\N{...}"
+NEEDS_CODECS = b"needs codecs"
+# What may change the state of a library, such as decimal's precision or numpy's handling of errors.
+# An answer that imports something and has such a text runs each test in a child of its own, else
+# one test would change the values of the next.
+CHANGES_STATE = re.compile(
+    r"(?<!\bself)\.\w+(\[[^]\n]{,99}\])?\s*[-+*/%|&]*=(?!=)"  # a.b = c, a.b[c] += d
+    r"|\b(set(?!default\()\w+|\w*seed|(un)?register\w*|reset\w*|(en|dis)able|signal|alarm|tzset)\("
+    r"|\b(environ|putenv|chdir|getcontext|filterwarnings|simplefilter|basicConfig|addHandler"
+    r"|add_type|field_size_limit|global_assumptions|__dict__|__builtins__)\b"
+    r"|\bsys\.(path|meta_path|modules|argv)\.|\bdel \w+\.")
 
 
 def seccomp_filter():
@@ -127,31 +139,44 @@ def compile_program(text):
         return text, compile(text, "<answer>", "exec")
 
 
-def execute(text, code, namespace, local_names):
-    """Executes a program. Raises its first error, but only after executing the other statements."""
+def parse(text):
+    """Returns the statements of a program, as syntax trees."""
+    return compile(text, "<answer>", "exec", _ast.PyCF_ONLY_AST).body  # `ast` slows down forks
+
+
+def compile_statements(statements, code):
+    """Compiles statements of a program; `code` is that of the whole program."""
+    flags = code.co_flags & __future__.annotations.compiler_flag
+    return compile(_ast.Module(statements, []), "<answer>", "exec", flags)
+
+
+def execute(text, code, statements, namespace, local_names):
+    """Executes a program. Raises its first error, but only after executing the other statements.
+
+    statements: of which the code was compiled; None for all of the text.
+    """
     try:
         exec(code, namespace, local_names)
     except Exception as e:  # such as that of an import which the function does not need
         failed = e.__traceback__.tb_next
         line, _, column, _ = list(code.co_positions())[failed.tb_lasti // 2]
-        flags = code.co_flags & __future__.annotations.compiler_flag
-        body = compile(text, "<answer>", "exec", _ast.PyCF_ONLY_AST).body  # `ast` slows down forks
-        for node in body:
-            if (node.lineno, node.col_offset) > (line, column):
-                with contextlib.suppress(Exception):
-                    code = compile(_ast.Module([node], []), "<answer>", "exec", flags)
-                    exec(code, namespace, local_names)
+        statements = parse(text) if statements is None else statements
+        unfinished = [node for node in statements
+                      if (node.end_lineno, node.end_col_offset) > (line, column)]
+        for node in unfinished[1:]:  # the first one failed
+            with contextlib.suppress(Exception):
+                exec(compile_statements([node], code), namespace, local_names)
         raise
 
 
-def read_programs(answer):
+def read_programs(answer, tests):
     """Returns the programs of an answer: the whole, else each fenced block that is Python.
 
     A block ends at the first fence, as long as its own or longer, where its text is Python; so not
     at one in a string. A block that never is Python, such as Markdown, is searched for blocks, too.
     """
     try:
-        return [compile_program(answer)]
+        return [(*compile_program(answer), None)]
     except Exception as e:  # it is not Python, for any of the reasons above
         error = e
     programs, texts = [], [answer]
@@ -173,19 +198,92 @@ def read_programs(answer):
             texts += [text[ends[0].end():], text[:ends[0].start()]]
     if not programs:
         raise error
-    return programs
+    return later_definitions(programs, tests)
+
+
+FUNCTIONS = _ast.FunctionDef, _ast.AsyncFunctionDef, _ast.ClassDef
+IMPORTS = _ast.Import, _ast.ImportFrom
+
+
+def names_in(trees):
+    """Returns the names in a list of syntax trees, without those of attributes."""
+    names, rest = set(), [*trees]
+    while rest:
+        node = rest.pop()
+        names |= {getattr(node, field, None) for field in ("id", "name", "asname")}
+        for field in getattr(node, "_fields", ()):
+            value = getattr(node, field, None)
+            rest += value if isinstance(value, list) else [value]
+    return names
+
+
+def used_names(code):
+    """Returns the names that some code uses, but for the local variables of its functions."""
+    inner = (x for x in code.co_consts if isinstance(x, types.CodeType))
+    return {*code.co_names}.union(*map(used_names, inner))
+
+
+def is_stub(node):
+    """Whether a statement does nothing, or defines a function that does nothing or only raises."""
+    if isinstance(node, FUNCTIONS):
+        return all(map(is_stub, node.body))
+    constant = isinstance(node, _ast.Expr) and isinstance(node.value, _ast.Constant)
+    return constant or isinstance(node, (_ast.Pass, _ast.Raise))
+
+
+def bound_names(statements):
+    """Returns the names of the functions, and of the variables that are assigned to."""
+    functions = {node.name for node in statements if isinstance(node, FUNCTIONS)}
+    assignments = [node for node in statements if isinstance(node, _ast.Assign)]
+    return functions.union(*(names_in(node.targets) for node in assignments))
+
+
+def later_definitions(programs, tests):
+    """Reduces the blocks after the one that defines what the tests call to what they define.
+
+    So a loop, a benchmark or input() that shows how to use a function can't harm it. Kept are
+    imports, functions, assignments to variables that functions or tests use, and statements with
+    such variables, which may fill a table. A stub does not replace a function. programs: [(text,
+    code)]; returns [(text, code, statements)].
+    """
+    bodies = [parse(text) for text, _ in programs]
+    statements = [node for body in bodies for node in body]
+    functions = [node for node in statements if isinstance(node, FUNCTIONS)]
+    imports = [node for node in statements if isinstance(node, IMPORTS)]
+    called = set(re.findall(r"(\w+)\(", "\n".join(tests)))
+    used = called | used_names(compile_statements(functions, programs[0][1]))
+    for node in reversed(statements):  # a variable is assigned before another one uses it
+        if isinstance(node, _ast.Assign) and used & names_in(node.targets):
+            used |= names_in([node])
+    variables = used - {node.name for node in functions} - names_in(imports) - {*dir(builtins)}
+
+    def defines(node):
+        if isinstance(node, FUNCTIONS):
+            return not is_stub(node) or node.name not in known
+        if isinstance(node, _ast.Assign):
+            return used & names_in(node.targets)
+        return isinstance(node, IMPORTS) or variables & names_in([node])
+
+    reduced, known = [], set()  # known: names that the blocks before define
+    for (text, code), body in zip(programs, bodies):
+        if known & called:
+            body = [node for node in body if defines(node)]
+            code = compile_statements(body, code)
+        reduced.append((text, code, body))
+        known |= bound_names(body)
+    return reduced
 
 
 def number_as_text(x):
     """Returns a text that is the same for equal numbers of any class; ValueError for NaN."""
-    if isinstance(x, complex):
-        imaginary = f" + {number_as_text(x.imag)}j" if x.imag else ""
-        return number_as_text(x.real) + imaginary
-    if x in (math.inf, -math.inf):
-        return str(float(x))
     if isinstance(x, numbers.Rational):  # also sympy's
         return "%x/%x" % (int(x.numerator), int(x.denominator))
-    return "%x/%x" % (x if hasattr(x, "as_integer_ratio") else float(x)).as_integer_ratio()
+    if hasattr(x, "as_integer_ratio"):  # it is real
+        return str(float(x)) if x in (math.inf, -math.inf) else "%x/%x" % x.as_integer_ratio()
+    if isinstance(x, numbers.Complex) and not isinstance(x, numbers.Real):  # also np.clongdouble
+        imaginary = f" + {number_as_text(x.imag)}j" if x.imag else ""
+        return number_as_text(x.real) + imaginary
+    return number_as_text(float(x))
 
 
 def joined(values):
@@ -205,7 +303,9 @@ def as_text(value):
         moments = value.ravel().tolist() if value.dtype.kind in "mM" else ()
         if not all(isinstance(x, (datetime.date, datetime.timedelta)) for x in moments):
             raise TypeError(value.dtype)  # nanoseconds would become integers, and NaT None
-        return as_text(value.tolist())
+        plain = value.tolist()
+        if type(plain) is not type(value):  # unlike np.longdouble's
+            return as_text(plain)
     for classes, formatter in FORMATTERS:
         if isinstance(value, classes):
             return formatter(value)
@@ -237,18 +337,18 @@ def run_test(programs, test, official):
     # official: two namespaces, as in the released scorer, so that an answer's functions can't see
     # its top-level names, such as imports and helper functions
     local_names = {} if official else namespace
-    error = None
+    errors = []
     for program in programs:
         try:
             execute(*program, namespace, local_names)
         except BaseException as e:  # also SystemExit, as the function may be defined before it
-            error = error or e
-    if official and error:
-        raise error
+            errors.append(e)
+    if official and errors:
+        raise errors[0]
     try:
         value = eval(test, namespace, local_names)
     except NameError as e:
-        raise error or e
+        raise errors[0] if errors else e
     try:
         if official and getattr(value, "ndim", 0) and value.size != 1:
             raise TypeError("an array, whose == is no verdict")
@@ -261,17 +361,66 @@ def run_test(programs, test, official):
         return f"refused {type(e).__name__}: {e}"
 
 
+def set_randomness(seed):
+    """Gives this process the random numbers and memory addresses of a seed, for `check`.
+
+    Only what `random` draws from the operating system in C, as in Random(), can't be set.
+    """
+    for name in ("random", "numpy.random", "sympy.core.random"):
+        if name in sys.modules:
+            sys.modules[name].seed(seed)
+    if "random" in sys.modules:
+        random = sys.modules["random"]
+        os.urandom = random._urandom = random.Random(seed).randbytes  # for secrets and uuid, too
+    set_randomness.kept = [object() for _ in range(100 * seed)]  # moves what is created later
+
+
+def set_clocks(seed):
+    """Sets all clocks of this process, except numpy's: a seed's time is about 2004 + 3 * seed."""
+    import time
+    years = seed * (10 ** 8 + 7)  # seconds; prime, so that weekdays, hours and seconds vary, too
+    shift = 2 ** 30 + years - time.time()
+
+    def shifted(read, amount):
+        return lambda: read() + amount
+
+    def completed(function, missing, now):
+        """Returns the function with now() as its last argument if `missing` are given."""
+        return lambda *args: function(*args, now()) if len(args) == missing else function(*args)
+
+    for name in ("monotonic", "perf_counter", "process_time", "thread_time"):
+        setattr(time, name, shifted(getattr(time, name), years))
+        setattr(time, name + "_ns", shifted(getattr(time, name + "_ns"), years * 10 ** 9))
+    time.time_ns = shifted(time.time_ns, int(shift * 10 ** 9))
+    time.time = shifted(time.time, shift)
+    for name in ("localtime", "gmtime", "ctime"):
+        setattr(time, name, completed(getattr(time, name), 0, time.time))
+    time.asctime = completed(time.asctime, 0, time.localtime)
+    time.strftime = completed(time.strftime, 1, time.localtime)
+    # datetime's `today` calls time.time; its `now` does not, and only its dict can be changed
+    methods = gc.get_referents(datetime.datetime.__dict__)[0]
+    methods["now"] = classmethod(lambda cls, tz=None: cls.fromtimestamp(time.time(), tz))
+    methods["utcnow"] = classmethod(lambda cls: cls.utcfromtimestamp(time.time()))
+    ctypes.pythonapi.PyType_Modified(ctypes.py_object(datetime.datetime))
+
+
 def run_tests(request, result_fd):
-    """Runs a request {text, tests, official}; writes a result per test."""
+    """Runs a request {text, tests, official, seed}; writes a result per test. seed may be None."""
     text, official = request["text"], request["official"]
+    if request["seed"] is not None:
+        set_randomness(request["seed"])
+        set_clocks(request["seed"])
     error, uses_streams = None, re.search("std(in|out|err)", text)
     try:
-        programs = [(text, compile(text, "<answer>", "exec"))] if official else read_programs(text)
+        if official:
+            programs = [(text, compile(text, "<answer>", "exec"), None)]
+        else:
+            programs = read_programs(text, request["tests"])
     except BaseException as e:
         error = e
     for test in request["tests"]:
         try:
-            if error:
+            if error is not None:
                 raise error
             if uses_streams:  # an earlier test may have closed its streams
                 streams = [open(fd, mode, closefd=False) for fd, mode in enumerate("rww")]
@@ -284,28 +433,51 @@ def run_tests(request, result_fd):
         os.write(result_fd, result.encode("ascii", "backslashreplace")[:LIMITS["result"]])
 
 
+def capped(limit, value):
+    """Returns a value for setrlimit that is at most the machine's own hard limit."""
+    hard = resource.getrlimit(limit)[1]
+    return value if hard == resource.RLIM_INFINITY else min(value, hard)
+
+
+def confine(devnull, libc, server, bpf):
+    """Confines this process's system calls and resources; raises OSError if it can't."""
+    for fd in (0, 1, 2):
+        os.dup2(devnull, fd)
+    os.close(devnull)  # now only the result socket leads out
+    limits = {"AS": LIMITS["memory"], "CPU": 60, "FSIZE": 0, "CORE": 0, "NOFILE": 64}
+    for name, value in limits.items():
+        limit = getattr(resource, "RLIMIT_" + name)
+        value = capped(limit, value)
+        resource.setrlimit(limit, (value, value))
+    libc.prctl(1, signal.SIGKILL, 0, 0, 0)  # PR_SET_PDEATHSIG: die with the server
+    if os.getppid() != server:  # it is gone
+        os._exit(0)
+    libc.prctl(38, 1, 0, 0, 0)  # PR_SET_NO_NEW_PRIVS
+    code = ctypes.create_string_buffer(bpf)
+    fprog = struct.pack("H6xQ", len(bpf) // 8, ctypes.addressof(code))  # struct sock_fprog
+    fprog = ctypes.create_string_buffer(fprog)
+    if libc.prctl(22, 2, ctypes.addressof(fprog), 0, 0):  # PR_SET_SECCOMP, SECCOMP_MODE_FILTER
+        raise OSError(ctypes.get_errno(), "seccomp is not available")
+
+
 def run_child(result_fd, request, devnull, libc, server, bpf):
-    """Confines this child's system calls and resources, says so, runs one request, and exits."""
+    """Confines this child, says so or why it can't, runs one request, and exits."""
+    def ask_for_codecs(name):  # is called for a name that no codec of this child has
+        os.write(result_fd, NEEDS_CODECS)
+        os._exit(0)
+
     try:
-        for fd in (0, 1, 2):
-            os.dup2(devnull, fd)
-        os.close(devnull)  # now only result_fd leads out
+        try:
+            confine(devnull, libc, server, bpf)
+        except Exception as e:
+            os.write(result_fd, f"{type(e).__name__}: {e}".encode())
+            os._exit(1)
+        os.write(result_fd, b"confined %d" % os.getpid())
         for name in ("numpy.random", "sympy.core.random"):  # unlike Python's, not reseeded
             if name in sys.modules:
                 sys.modules[name].seed()
-        limits = {"AS": LIMITS["memory"], "CPU": 60, "FSIZE": 0, "CORE": 0, "NOFILE": 64}
-        for limit, value in limits.items():
-            resource.setrlimit(getattr(resource, "RLIMIT_" + limit), (value, value))
-        libc.prctl(1, signal.SIGKILL, 0, 0, 0)  # PR_SET_PDEATHSIG: die with the server
-        if os.getppid() != server:  # it is gone
-            os._exit(0)
-        libc.prctl(38, 1, 0, 0, 0)  # PR_SET_NO_NEW_PRIVS
-        code = ctypes.create_string_buffer(bpf)
-        fprog = struct.pack("H6xQ", len(bpf) // 8, ctypes.addressof(code))  # struct sock_fprog
-        fprog = ctypes.create_string_buffer(fprog)
-        if libc.prctl(22, 2, ctypes.addressof(fprog), 0, 0):  # PR_SET_SECCOMP, SECCOMP_MODE_FILTER
-            os._exit(1)  # seccomp is not available
-        os.write(result_fd, b"confined %d" % os.getpid())
+        if "encodings.cp1252" not in sys.modules:
+            codecs.register(ask_for_codecs)
         with open(request, closefd=False) as f:
             run_tests(json.load(f), result_fd)
     finally:
@@ -321,14 +493,16 @@ def load_modules(name):
                 load_modules(f"{name}.{submodule.name}")
 
 
-def serve(bpf, modules):
-    """Runs a fork server, whose stdin is a Unix socket to the grader, until the grader exits.
+def serve(control, bpf, modules):
+    """Runs a fork server until the grader, to which the socket `control` leads, exits.
 
     A message with two descriptors, of a result socket and a request file, forks a child. The next
     message kills and reaps that child, and is acknowledged. Children import only these modules.
     """
     sys.argv = ["-c"]  # what an answer may parse
-    libc = ctypes.CDLL(None)
+    with contextlib.suppress(OSError), open("/proc/self/oom_score_adj", "w") as file:
+        file.write("1000")  # if memory runs out, the kernel kills a child first
+    libc = ctypes.CDLL(None, use_errno=True)
     libc.prctl.argtypes = [ctypes.c_int] + 4 * [ctypes.c_ulong]
     libc.prctl(4, 0, 0, 0, 0)  # PR_SET_DUMPABLE: no core dumps, and only root can read its memory
     for name in modules:
@@ -337,13 +511,17 @@ def serve(bpf, modules):
         zoneinfo = sys.modules["zoneinfo"]
         zoneinfo.kept = [zoneinfo.ZoneInfo(name) for name in zoneinfo.available_timezones()]
     devnull, server = os.open(os.devnull, os.O_RDWR), os.getpid()
-    control = socket.socket(fileno=0)
     text = "def f(x): return [x, 0.5, 'a', {'b': (x, None)}]"  # warms up caches for all children
-    run_tests({"text": text, "tests": ["f(1)", "g(2)"], "official": False}, devnull)
+    run_tests({"text": text, "tests": ["f(1)", "g(2)"], "official": False, "seed": None},
+              devnull)
     gc.freeze()  # else garbage collection in a child would copy all shared memory pages
     with contextlib.suppress(ConnectionError):  # the grader has exited
         while fds := socket.recv_fds(control, 1, 2)[1]:
-            pid = os.fork()
+            try:
+                pid = os.fork()
+            except OSError as e:  # such as a limit of processes
+                os.write(fds[0], f"no fork: {e}".encode())
+                return
             if pid == 0:
                 run_child(*fds, devnull, libc, server, bpf)
             for fd in fds:
@@ -357,11 +535,15 @@ def serve(bpf, modules):
 # A fork server, `python colbench.py serve FILTER MODULE...`, runs this file only up to here, so
 # that its children hold nothing of what follows, and start fast.
 if __name__ == "__main__" and sys.argv[1:2] == ["serve"]:
-    serve(bytes.fromhex(sys.argv[2]), sys.argv[3:])
+    try:
+        arguments = socket.socket(fileno=0), bytes.fromhex(sys.argv[2]), sys.argv[3:]
+    except (OSError, ValueError, IndexError):  # a user has typed it
+        sys.exit("error: only the grader starts `serve`; the commands are grade and check")
+    serve(*arguments)
     sys.exit()
 
-from utils import (add_warning, digest, fail, fail_on_error, flag, open_stdout, parser, read_jsonl,
-                   run, say)
+from utils import (add_warning, digest, fail, fail_on_error, flag, open_stdout, parser,
+                   private_copy, read_jsonl, run, say, show_traceback)
 
 import ast
 import asyncio
@@ -371,16 +553,21 @@ import html
 import io
 import queue
 import shutil
+import statistics
 import subprocess
 import threading
 import time
 import urllib.parse
+from importlib.metadata import PackageNotFoundError, version as package_version
 
 
 ANSWER = "I WANT TO ANSWER:"   # marks the final answer, which follows it
 OUTPUT = "OUTPUT:"             # marks the end of the agent's private thought
 HIDDEN = "Hidden reference:\n{hidden}\n\n"  # prefix of the dialogues that the critic reads
 RENDER_FAILED_REPLY = "i can't see your page: {}"
+PLACEHOLDERS = {  # what is filled into each prompt
+    "agent_prompt": ("{problem_description}", "{max_turns}", "{ANSWER}", "{OUTPUT}"),
+    "human_prompt": ("{problem_description}", "{hidden_information}", "{dialogue}")}
 GRADE_FIELDS = "reward", "tests", "failure", "reward_by"  # fields written by the grader
 
 
@@ -400,17 +587,47 @@ def task_content(task):
 
 
 def task_id(task):
-    """Returns the task's own id, else a hash of its content."""
-    if task.get("id") not in (None, ""):
-        return str(task["id"])
-    return digest(json.dumps(task_content(task), sort_keys=True))
+    """Returns the task's own id as text, else a hash of its content. 12, 12.0 and "12" are one id.
+
+    pandas writes a column of integers as floats if a value is missing.
+    """
+    own = task.get("id")
+    if own in (None, ""):
+        return digest(json.dumps(task_content(task), sort_keys=True))
+    if isinstance(own, float) and own.is_integer():
+        own = int(own)
+    return str(own)
 
 
 def settings(meta):
     """Returns what in a record's `meta` changes an episode. A model is known by its weights."""
-    omitted = "model_weights", "engine", "dtype", "version", "candidates"
+    omitted = {"model_weights", "engine", "dtype", "version", "candidates", "asked", "asked_hash"}
     model = {"model": meta["model_weights"]} if meta.get("model_weights") else {}
     return {name: x for name, x in {**meta, **model}.items() if name not in omitted}
+
+
+def comparable(graders):
+    """Whether rewards by these graders are comparable: no part of their names has two versions.
+
+    A name lists what rewards depend on, such as "honest rules, Python 3.11, numpy 2.4". A part that
+    only some of them name, such as the Python of older records, is not known to differ.
+    """
+    versions = {}  # {part: its version}
+    for grader in graders:
+        rules, *packages = str(grader).split(", ")
+        parts = {"rules": rules}
+        for package in packages:
+            name, _, version = package.partition(" ")
+            parts[name] = version
+        for name, version in parts.items():
+            if versions.setdefault(name, version) != version:
+                return False
+    return True
+
+
+def joined_names(graders):
+    """Joins the names of graders, and writes a part that several have only once."""
+    return ", ".join(dict.fromkeys(part for name in sorted(graders) for part in name.split(", ")))
 
 
 def hidden_information(task):
@@ -490,6 +707,28 @@ def fill(prompt, **values):
     return re.sub("{(%s)}" % "|".join(values), lambda match: str(values[match[1]]), prompt)
 
 
+def check_prompts(task, llm_human):
+    """Warns if a prompt hides the task from the agent or an LLM human, or is misspelled.
+
+    fill keeps a placeholder that it does not know, so a misspelled one would go unnoticed.
+    """
+    kind, name = environment(task), f"the task {task_id(task)}"
+    prompts = {"agent_prompt": task.get("agent_prompt") or kind.agent_prompt}
+    if task["problem_description"] not in first_message(task, 10)["content"]:
+        add_warning("tasks whose agent_prompt does not show the agent their problem_description",
+                    name)
+    if llm_human and kind.human_prompt:
+        prompts["human_prompt"] = kind.human_prompt
+        for needed in ("{hidden_information}", "{dialogue}"):
+            if needed not in kind.human_prompt and not kind.shows_pages:  # else pages show it
+                add_warning(f"tasks whose human_prompt does not show {needed} to the human", name)
+    for which, prompt in prompts.items():
+        for placeholder in re.findall(r"{\s*[^\W\d]\w*\s*}", prompt):
+            if placeholder not in PLACEHOLDERS[which]:
+                add_warning(f"times {which} has a placeholder that is not filled in; known are "
+                            f"{', '.join(PLACEHOLDERS[which])}", f"{placeholder} in {name}")
+
+
 def redact(reply, task):
     """Replaces what the reply quotes of the reference or the hidden information by "[...]".
 
@@ -514,12 +753,103 @@ def redact(reply, task):
     return reply
 
 
+# A speaker's name, such as "You: ", "**Assistant:** " or "human (colleague): ", at the start of a
+# line. Later in a line it counts only behind a sentence, and with a capital letter.
+SPEAKER = re.compile(r"""
+    (?: ^[ ]?(?:[\#>]+[ ])?[*_\[]* | (?<=[.!?"')])(?P<in_line>[ ]+)[*_]*(?=[A-Z]) )
+    (?i: (?:(?:the|ai|human|simulated)[ ])?
+         (?: you|user|human|colleague | (?P<agent>assistant|agent|ai) ) )
+    (?: [ ]?\([^()\n]{1,40}\) )? [*_\]]*:[*_]* (?![a-z/:=])""", re.M | re.X)
+
+
+def own_words(reply):
+    """Returns (what the human says in a reply, whether a name led it, whether others followed).
+
+    An LLM may continue the dialogue of human_prompt instead: "You: yes. Assistant: why? You: so."
+    The first words in the human's name are then its reply. Raises ValueError if there are none.
+    """
+    reply, names = reply.strip(), []
+    for name in SPEAKER.finditer(reply):
+        starts_line = name["in_line"] is None
+        follows_agent = bool(names) and names[-1]["agent"]  # else "There are two. You: 3 points"
+        if (starts_line or name["agent"] or follows_agent) and not is_quoted(reply, name.start()):
+            names.append(name)
+    if not names:
+        return reply, False, False
+    first, *others = names
+    if first.start() > 0:
+        return reply[:first.start()].rstrip(), False, True
+    ends = [*(name.start() for name in others), len(reply)]
+    texts = [reply[name.end():end].strip() for name, end in zip(names, ends)]
+    human = [text for name, text in zip(names, texts) if text and not name["agent"]]
+    said = human or [text for text in texts if text]  # some LLMs call themselves an assistant
+    if not said:
+        raise ValueError("the reply has only speakers' names")
+    return said[0], True, bool(others)
+
+
+def is_quoted(text, position):
+    """Whether a position of a text is in a code block, or in quotes of its line."""
+    line = text[:position].split("\n")[-1]
+    return bool(text.count("`", 0, position) % 2 or line.count('"') % 2)
+
+
 def is_code(line):
-    """Whether a line is Python that computes, calls or controls: not prose, nor rate = 4."""
+    """Whether a line is Python that computes, compares, calls or controls: not prose, nor rate = 4.
+
+    Prose that parses is no code: "t-shirt", "and/or", "UTF-8", "Height (cm)", "20 % off".
+    """
+    line = re.sub(r"(?<![\w.])[^\W_]+(?:[-/][^\W_]+)+(?![\w.(\[])", join_words, line.strip())
     with contextlib.suppress(SyntaxError, ValueError):
-        nodes = ast.walk(ast.parse(line.strip() + " pass" * line.rstrip().endswith(":")))
-        return any(isinstance(node, (ast.BinOp, ast.Call, ast.FunctionDef, ast.Return, ast.If,
-                                     ast.For, ast.While, ast.AugAssign)) for node in nodes)
+        nodes = ast.walk(ast.parse(line + " pass" * line.endswith(":")))
+        return any(is_operation(node, line) for node in nodes)
+
+
+def join_words(match):
+    """Replaces a compound such as "t-shirt" by one word, but not x-1 or a-b."""
+    is_compound = re.search("[A-Z]|[a-z]{2}", match[0])
+    return "compound" if is_compound else match[0]
+
+
+def is_operation(node, text):
+    """Whether a syntax node of a text computes, compares, calls or controls, and is not prose."""
+    if isinstance(node, ast.BinOp):
+        is_percentage = isinstance(node.op, ast.Mod) and is_literal_number(node.left)  # "20 % off"
+        has_name = any(isinstance(child, ast.Name) for child in ast.walk(node))  # not "24/7"
+        return has_name and not is_percentage
+    if isinstance(node, ast.Compare):
+        parts = zip([node.left, *node.comparators], node.ops, node.comparators)
+        return any(is_comparison(*part) for part in parts)
+    if isinstance(node, (ast.Call, ast.Subscript)):
+        name = node.func if isinstance(node, ast.Call) else node.value
+        name, whole = (ast.get_source_segment(text, x) for x in (name, node))
+        return not whole[len(name):].startswith(" ")  # "Height (cm)"
+    if isinstance(node, ast.Return):
+        is_constant = isinstance(node.value, ast.Constant)  # "return 'too short'"
+        return node.value is not None and not is_constant and not may_be_prose(node.value)
+    return isinstance(node, (ast.FunctionDef, ast.If, ast.For, ast.While, ast.AugAssign))
+
+
+def is_comparison(left, operator, right):
+    """Whether a comparison is code. In prose, `in` joins two words, and `is` a word and a value."""
+    if isinstance(operator, (ast.Is, ast.IsNot)):
+        return isinstance(right, ast.Constant) and right.value is None
+    if isinstance(operator, (ast.In, ast.NotIn)):
+        return not (may_be_prose(left) and may_be_prose(right))
+    return True
+
+
+def may_be_prose(node):
+    """Whether a syntax node is a number or a name of letters only, or several of them."""
+    if isinstance(node, ast.Tuple):
+        return all(map(may_be_prose, node.elts))
+    if isinstance(node, ast.UnaryOp):
+        return may_be_prose(node.operand)
+    return is_literal_number(node) or isinstance(node, ast.Name) and node.id.isalpha()
+
+
+def is_literal_number(node):
+    return isinstance(node, ast.Constant) and isinstance(node.value, (int, float))
 
 
 def without_thinking(output):
@@ -563,6 +893,53 @@ def answered(record):
     return bool(messages) and read_action(messages[-1]["content"], last=False)[1] is not None
 
 
+class Episode:
+    """A dialogue in progress and its rules: who speaks next, when it ends, what the answer is.
+
+        episode = Episode(task, max_turns=10)
+        while not episode.ended:
+            episode.act(agent(episode.history))
+            if not episode.ended:
+                episode.reply(human(task, episode.history))
+        record = {"task": task, **episode.fields()}
+
+    history: the messages so far. turn: how many of them are the agent's. opening: "<think>" if the
+    agent's prompt ends in it, so that its outputs lack it.
+    """
+
+    def __init__(self, task, max_turns, opening=""):
+        self.task, self.max_turns, self.opening = task, max_turns, opening
+        self.history = [first_message(task, max_turns)]
+        self.turn, self.submitted, self.ended = 0, None, False
+
+    def act(self, message):
+        """Adds the agent's message: what it wrote, or {"output": that, further fields}."""
+        fields = {"output": message} if isinstance(message, str) else message
+        output = fields["output"].encode(errors="replace").decode()  # without lone surrogates
+        self.turn += 1
+        content, self.submitted = read_action(self.opening + output, self.turn == self.max_turns)
+        self.ended = self.submitted is not None
+        ours = {"role": "assistant", "content": content, "output": output}
+        self.history.append({**ours, **fields, **ours})  # ours come first, and can't be replaced
+
+    def reply(self, text):
+        """Adds the human's reply, truncated to the limit of the task's kind."""
+        text = text.encode(errors="replace").decode()  # tokenizers reject lone surrogates
+        self.history.append({"role": "user", "content": text[:environment(self.task).reply_chars]})
+
+    def abandon(self):
+        """Ends the episode without an answer, and drops the reply that the agent can't answer."""
+        self.history.pop()
+        self.ended = True
+
+    def fields(self):
+        """Returns the fields that the episode adds to the record of its task."""
+        history = private_copy(self.history)
+        answer = environment(self.task).final_answer(history, self.submitted)
+        return {"dialogue_history": self.history, "answer": answer or "",
+                "answered": ANSWER in self.history[-1]["content"]}
+
+
 def extract_page(text):
     """Returns the last <html>...</html> in a text, else the last <body>...</body>, else ""."""
     for tag in ("html", "body"):
@@ -581,6 +958,7 @@ ACTION = {                 # a message of the agent, or a candidate for one
     "content": str,        # what the human saw
     "output": str,         # what the model wrote
     "token_ids": [int],    # the output's tokens, with the one that ended it
+    "completion_tokens": int,  # their number, if a server samples them and returns only the text
     "logprobs": [float],   # of each token of a message, when it was sampled
     "logprob": float,      # of a candidate: their sum
     "advantage": float}    # by the critic
@@ -601,7 +979,12 @@ RECORD = {                 # an episode: its key is (task id, sample)
     "failure": str,        # why a page could not be rendered
     "reward_by": str,      # the rules or the model of the grader
     "pair": str,           # preferences: only records with the same text are compared
-    "meta": {"model_weights": str, "seed": int, "candidates": {}}}  # how it was sampled
+    "meta": {              # how it was sampled
+        "model_weights": str,
+        "seed": int,
+        "candidates": {},        # how they were sampled, if later
+        "asked": {...: [int]},   # {task id: samples} that a run was asked for, in its first record
+        "asked_hash": str}}      # of that list, in all of the run's records
 UNSUPPORTED = {  # fields that would change the prompt or the loss, and what to do instead
     "system": "make it a first message with the role system",
     "input": "prompts are built from the messages: drop it if the first one has the "
@@ -609,11 +992,18 @@ UNSUPPORTED = {  # fields that would change the prompt or the loss, and what to 
     "reasoning_content": "put it into content as <think> ... </think>",
     **dict.fromkeys(["tools", "tool_calls"], "for tools see TRL"),
     **dict.fromkeys(["loss", "loss_mask", "weight", "train"], "every message has the same weight")}
+
+
+def is_number(x, classes):
+    """Whether x is of one of the classes; true and false, which Python counts as ints, are not."""
+    return isinstance(x, classes) and not isinstance(x, bool)
+
+
 TYPES = {
     str: ("text", lambda x: isinstance(x, str)),
     bool: ("true or false", lambda x: isinstance(x, bool)),
-    int: ("a non-negative integer", lambda x: isinstance(x, int) and 0 <= x < 2 ** 62),
-    float: ("a finite number", lambda x: isinstance(x, (int, float)) and abs(x) < 1e300),
+    int: ("a non-negative integer", lambda x: is_number(x, int) and 0 <= x < 2 ** 62),
+    float: ("a finite number", lambda x: is_number(x, (int, float)) and abs(x) < 1e300),
     list: ("a list", lambda x: isinstance(x, list)),
     dict: ("an object", lambda x: isinstance(x, dict))}
 
@@ -654,12 +1044,19 @@ def reject_unsupported(record, messages):
 
 
 def check_record(record, fields, to_grade, to_train):
-    """Raises ValueError if a record by itself is invalid; for the arguments see read_records."""
+    """Raises ValueError if a record by itself is invalid; for the arguments see read_records.
+
+    Rounds a reward within 1e-9 of 1 or 0, so that the sum of ten times 0.1 counts as solved.
+    """
     check_shape(record, RECORD)
     history = record.get("dialogue_history", [])
     check_dialogue(history, "dialogue_history")
-    if not -1 <= record.get("reward", 0) <= 1:
-        raise ValueError(f"the reward {record['reward']} is not between -1 and 1")
+    if "reward" in record:
+        nearest = round(record["reward"])
+        if 0 < abs(record["reward"] - nearest) < 1e-9:
+            record["reward"] = float(nearest)
+        if not -1 <= record["reward"] <= 1:
+            raise ValueError(f"the reward {record['reward']} is not between -1 and 1")
     kind = environment(record.get("task", {}))
     for path in ("task.problem_description", "task.ground_truth", *fields,
                  *(kind.required_fields if to_grade else ())):
@@ -742,12 +1139,25 @@ class Environment(contextlib.ExitStack):
         """Returns {name: number} of a graded record, which evaluate.py shows as percentages."""
         return {"success": record["reward"] >= 1, "unanswered": not answered(record)}
 
+    def check(self, task):
+        """Returns what grade returns for the task's own reference, whose reward must be 1."""
+        return self.grade(task, task["ground_truth"])
+
     def grade(self, task, answer):
         """Returns {"reward": 0 to 1} and further fields for the record, such as "failure".
 
         "reward_by" names the grader, because rewards of different graders are not comparable.
         """
         fail(f"{type(self).__name__} can't grade answers: define its method grade")
+
+
+@functools.cache
+def minor_version(package):
+    """Returns a package's name and version, such as "numpy 2.4", or "numpy missing"."""
+    try:
+        return f"{package} {'.'.join(package_version(package).split('.')[:2])}"
+    except PackageNotFoundError:
+        return f"{package} missing"
 
 
 class Functions(Environment):
@@ -780,11 +1190,18 @@ not mind. Write no code, quote none, and do not mention that a function exists."
 
     def __init__(self, args):
         super().__init__(args)
-        self.reward_by = f"{args.rules} rules"
+        self.reward_by = f"{args.rules} rules, Python %d.%d" % sys.version_info[:2]
         self.grader = self.enter_context(Grader(args.rules, args.workers))
 
+    def check(self, task):
+        return self.grader.check(task)
+
     def grade(self, task, answer):
-        return {**self.grader.grade(task, answer), "reward_by": self.reward_by}
+        """See Environment.grade. reward_by names all versions on which the reward may depend."""
+        source = "\n".join([answer or "", task["ground_truth"], *task["test_cases"].values()])
+        packages = [minor_version(name) for name in ("numpy", "sympy") if name in source]
+        return {**self.grader.grade(task, answer),
+                "reward_by": ", ".join([self.reward_by, *packages])}
 
 
 class Pages(Environment):
@@ -887,9 +1304,11 @@ class ForkServer:
             with child_end:
                 socket.send_fds(self.control, [b"f"], [child_end.fileno(), file.fileno()])
             result_socket.settimeout(600)
-            status, _, pid = result_socket.recv(99).partition(b" ")
-            if status != b"confined":  # the child sends it before it reads the request
-                raise OSError("a child did not start, or could not confine itself")
+            status = result_socket.recv(LIMITS["result"]).decode("ascii", "replace")
+            if not status.startswith("confined "):  # the child sends it before it reads the request
+                cause = status or "it ended"
+                raise OSError(f"a child did not start, or could not confine itself: {cause}")
+            pid = status.split()[1]
             results, started = [], time.monotonic()
             clock = (~int(pid) << 3) | 2  # Linux's id of another process's CPU clock
             schedstat = pathlib.Path(f"/proc/{int(pid)}/schedstat")
@@ -905,8 +1324,8 @@ class ForkServer:
             while len(results) < len(request["tests"]):
                 result = receive(result_socket, time_used, min(total, time_used() + per_test))
                 results.append(result)
-                if isinstance(result, str):
-                    break
+                if isinstance(result, str) or result == NEEDS_CODECS:
+                    break  # the child has ended
             seconds = time_used()
         self.control.sendall(b"k")
         if self.control.recv(1) != b"k":
@@ -932,24 +1351,53 @@ def receive(result_socket, time_used, limit):
 # A child's results are bytes, which are compared with those of the reference, or shown, truncated
 # and quoted. A result that is a str comes from the grader itself.
 
+def has_value(result):
+    """Whether a test has returned a value: not None, and one that can be compared."""
+    return isinstance(result, bytes) and result.startswith(b"value ")
+
+
 def verdict(expected, result):
     """Returns "pass", or why an answer's result does not pass. expected: the reference's result."""
-    has_value = isinstance(expected, bytes) and expected.startswith(b"value ")
-    if has_value and result == expected:
+    if has_value(expected) and result == expected:
         return "pass"
     if expected == b"none":
         return "no expected value: None"
-    reason = result if has_value else expected
+    reason = result if has_value(expected) else expected
     if isinstance(reason, bytes):
         kind, _, text = reason.partition(b" ")
         label = {b"raised": "raised", b"refused": "value refused"}.get(kind)
         text = json.dumps(text[:80].decode("ascii", "replace"))
         reason = f"{label} {text}" if label else "wrong value"
-    return reason if has_value else f"no expected value: {reason}"
+    return reason if has_value(expected) else f"no expected value: {reason}"
 
 
 BANNED_WORDS = ("import os", "from os", "import sys", "from sys", "sudo", "transformers", "exit(",
                 "quit(", "argparse")  # the released scorer gives reward 0 to answers with one
+
+
+# what a reference or a test contains if it may be random or read a clock
+MAY_VARY = (r"rand|secrets|uuid|tempfile|datetime|import[^\n]*\btime\b|from time\b|\bid\(|"
+            r"\bhash\(")
+RERUNS = 40  # of such a reference, by `check`
+
+
+FILES_PER_WORKER = 8  # most that a worker has open: three servers, and what one run needs
+
+
+def affordable_workers(workers):
+    """Returns how many workers find enough open files; raises the soft limit of these if it can."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    used = len(os.listdir("/proc/self/fd")) + 16  # and some for everything else
+    files = capped(resource.RLIMIT_NOFILE, used + FILES_PER_WORKER * workers)
+    if soft == resource.RLIM_INFINITY or soft >= files:
+        files = max(files, soft)
+    else:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (files, hard))
+    affordable = max(1, (files - used) // FILES_PER_WORKER)
+    if affordable < workers:
+        say(f"warning: {affordable} instead of {workers} workers, because at most {files} files "
+            "may be open (see ulimit -Hn)")
+    return min(workers, affordable)
 
 
 class Grader(Pool):
@@ -970,37 +1418,69 @@ class Grader(Pool):
     def __init__(self, rules="honest", workers=2):
         self.official = rules == "official"
         self.expected = {}  # {digest of a reference and its tests: its results}
-        super().__init__([{} for _ in range(workers)])  # of each: {row of SERVERS: ForkServer}
+        servers = [{} for _ in range(affordable_workers(workers))]  # {row of SERVERS: ForkServer}
+        super().__init__(servers)
         self.results("", ["0"])  # raises GraderError here if the sandbox does not work
 
-    def results(self, text, tests, time_factor=1):
-        """Returns a result per test, see ForkServer.run. time_factor multiplies the time limits."""
-        results, seconds_left, failed = [], LIMITS["answer"] * time_factor, False
+    def results(self, text, tests, time_factor=1, seed=None):
+        """Returns a result per test, see ForkServer.run. time_factor multiplies the time limits.
+
+        seed: see set_randomness and set_clocks; None: the machine's own.
+        """
+        results, seconds_left = [], LIMITS["answer"] * time_factor
         source = "\n".join([text, *tests])
         row = next(i for i, (pattern, _) in enumerate(SERVERS) if re.search(pattern, source))
+        # tests per child
+        most = 1 if "import" in source and re.search(CHANGES_STATE, source) else len(tests)
         with self.acquire() as servers:
             while len(results) < len(tests) and seconds_left > 0:  # rerun if a child ends early
-                request = {"text": text, "tests": tests[len(results):], "official": self.official}
-                try:
-                    if row not in servers:
-                        servers[row] = ForkServer(SERVERS[row][1])
-                        self.callback(servers[row].stop)
-                    new, seconds = servers[row].run(request, LIMITS["test"] * time_factor,
-                                                    seconds_left)
-                except OSError as e:  # start another server, but only once
-                    if row in servers:
-                        servers.pop(row).stop()
-                    if failed:
-                        raise GraderError(f"a fork server failed twice: {e!r}") from e
-                    failed = True
-                    continue
-                results += new
+                request = {"text": text, "tests": tests[len(results):][:most],
+                           "official": self.official, "seed": seed}
+                new, seconds = self.run(servers, row, request, time_factor, seconds_left)
                 seconds_left -= seconds
-                failed = False
+                if row and new[-1] == NEEDS_CODECS:
+                    new.pop()
+                    row -= 1
+                results += new
         return results + ["timeout"] * (len(tests) - len(results))
 
-    def grade(self, task, answer):
-        """Returns {"reward": share of tests passed, "tests": {name: verdict}}."""
+    def run(self, servers, row, request, time_factor, seconds_left):
+        """Runs a request by a server of that row, see ForkServer.run; starts it if necessary."""
+        for last_try in (False, True):
+            try:
+                if row not in servers:
+                    servers[row] = ForkServer(SERVERS[row][1])
+                    self.callback(servers[row].stop)
+                return servers[row].run(request, LIMITS["test"] * time_factor, seconds_left)
+            except OSError as e:  # start another server, but only once
+                if row in servers:
+                    servers.pop(row).stop()
+                if last_try:
+                    raise GraderError(f"a fork server failed twice: {e!r}") from e
+
+    def check(self, task):
+        """Returns grade's fields for the reference as an answer; values must not vary.
+
+        A reference that may be random or read a clock runs with RERUNS seeds, and the fields are
+        those of the first run that fails: the same in every call.
+        """
+        reference, tests = task["ground_truth"], task["test_cases"]
+        if not re.search(MAY_VARY, "\n".join([reference, *tests.values()])):
+            return self.grade(task, reference)
+        for seed in range(1, RERUNS):
+            fields = self.grade(task, reference, seed)
+            if fields["reward"] < 1:
+                break
+        for name, text in fields["tests"].items():
+            if text == "wrong value":
+                fields["tests"][name] = "its value varies between runs: random, or from a clock"
+        return fields
+
+    def grade(self, task, answer, seed=None):
+        """Returns {"reward": share of tests passed, "tests": {name: verdict}}.
+
+        seed: of the answer's run, see set_randomness; the reference then has seed 0.
+        """
         tests, answer = list(task["test_cases"].values()), answer or ""
         banned = [word for word in BANNED_WORDS if self.official and word in answer]
         if not answer.strip():
@@ -1013,16 +1493,35 @@ class Grader(Pool):
             for fence in ("```python", "```") if self.official else ():
                 if fence in answer:  # a tag other than "python" stays in, as there
                     answer = answer.split(fence)[1].split("```")[0]
-            key = digest([task["ground_truth"], tests])
+            reference_seed = None if seed is None else 0
+            key = digest([task["ground_truth"], tests, reference_seed])
             if key not in self.expected:
-                self.expected[key] = self.results(task["ground_truth"], tests, time_factor=3)
-            verdicts = list(map(verdict, self.expected[key], self.results(answer, tests)))
+                self.expected[key] = self.results(task["ground_truth"], tests, 3, reference_seed)
+            expected = self.expected[key]
+            useful = [test for test, result in zip(tests, expected) if has_value(result)]
+            results = iter(self.results(answer, useful, seed=seed))
+            verdicts = [verdict(result, next(results) if has_value(result) else None)
+                        for result in expected]
         reward = verdicts.count("pass") / len(tests)
         return {"reward": reward, "tests": dict(zip(task["test_cases"], verdicts))}
 
 
-def grade_records(records, args):
+def grade_fields(grade, *args):
+    """Returns what an environment's grade(*args) returns; ValueError if a record can't hold it."""
+    fields = grade(*private_copy(args))
+    try:
+        check_shape(fields, RECORD)
+        if not 0 <= fields["reward"] <= 1:
+            raise ValueError("the reward is not between 0 and 1")
+    except (ValueError, LookupError) as e:
+        raise ValueError(f"its grade returned {str(fields)[:80]}: {e}") from None
+    return fields
+
+
+def grade_records(records, args, check=False):
     """Yields the records with the fields that their environment's `grade` returns, in order.
+
+    check: grade the task's own reference instead of the answer, by the environment's `check`.
 
     If `grade` raises, the record is reported and left out, and the program fails at the end. An
     invalid line, or a kind without its packages, ends it once the lines before are graded; a
@@ -1040,6 +1539,7 @@ def grade_records(records, args):
                 raise
             except Exception as e:
                 failed.append(record)
+                show_traceback(e)
                 say(f"task {task_id(record['task'])} could not be graded: {type(e).__name__}: {e}")
             else:
                 yield {k: record[k] for k in record if k not in GRADE_FIELDS} | fields
@@ -1052,7 +1552,11 @@ def grade_records(records, args):
                 kind = environment(record["task"])
                 with fail_on_error(f"{kind.__name__} can't grade"):
                     grader = new_grader(kind)
-                job = pool.submit(grader.grade, record["task"], record.get("answer"))
+                task = record["task"]
+                if check:
+                    job = pool.submit(grade_fields, grader.check, task)
+                else:
+                    job = pool.submit(grade_fields, grader.grade, task, record.get("answer"))
                 jobs.append((record, job))
                 yield from graded(4 * args.workers - 1)
         except SystemExit:
@@ -1285,7 +1789,7 @@ def cpus():
 def get_args(argv=None):
     p = parser(__doc__, usage=None)
     p.add_argument("command", choices=["grade", "check"], help="grade: add the reward to records; "
-                   "check: drop tasks whose own reference does not get reward 1")
+                   "check: drop tasks whose own reference does not get reward 1 in every run")
     flag(p, "rules", "honest", "official: verdicts of the released scorer",
          choices=["honest", "official"])
     flag(p, "workers", cpus(), "number of answers or pages graded in parallel", least=1)
@@ -1296,32 +1800,45 @@ def get_args(argv=None):
 
 def grade(args, emit):
     """Adds the reward to records with a task and an answer."""
-    graded, broken, labels = [], set(), set()  # broken: ids of tasks whose own reference fails
+    rewards = collections.defaultdict(list)  # {task id: rewards}
+    failures = collections.Counter()  # {task id: number of records with a failure}
+    broken = set()  # ids of tasks whose own reference fails
+    graders = collections.defaultdict(set)  # {what the reward is: names of its graders}
     try:
         for record in grade_records(read_records(sys.stdin, "answer", to_grade=True), args):
             emit(record)
-            name, label = task_id(record["task"]), environment(record["task"]).reward_name
-            labels.add(f"{label} by {record.get('reward_by', 'own rules')}")
-            graded.append((name, record["reward"], "failure" in record))
+            name = task_id(record["task"])
+            rewards[name].append(record["reward"])
+            failures[name] += "failure" in record
+            graders[environment(record["task"]).reward_name].add(
+                record.get("reward_by", "own rules"))
             for text in (record.get("failure", ""), *record.get("tests", {}).values()):
                 if text.startswith(("the reference: ", "no expected value: ")):
                     broken.add(name)
     finally:  # also if other records could not be graded
-        good = [result for name, *result in graded if name not in broken]
-        if good:
-            rewards, failures = zip(*good)
-            mean = f"{100 * sum(rewards) / len(good):.1f} % {', '.join(sorted(labels))}"
-            say(f"graded {len(good)} answers: {mean}; {sum(failures)} with a failure")
-        if broken:
-            say(f"warning: left out of this mean are {len(graded) - len(good)} answers to "
-                f"{len(broken)} tasks whose own reference fails; drop them by colbench.py check")
+        print_mean_reward(rewards, failures, broken, graders)
+
+
+def print_mean_reward(rewards, failures, broken, graders):
+    """Prints the mean over tasks, as evaluate.py does; for the arguments see grade()."""
+    good = [name for name in rewards if name not in broken]
+    n_good = sum(len(rewards[name]) for name in good)
+    if good:
+        mean = statistics.fmean(statistics.fmean(rewards[name]) for name in good)
+        labels = (f"{label} by {joined_names(names)}" for label, names in sorted(graders.items()))
+        say(f"graded {n_good} answers: {100 * round(mean, 4):.1f} % {', '.join(labels)} (mean over "
+            f"tasks); {sum(failures[name] for name in good)} with a failure")
+    if broken:
+        n_broken = sum(map(len, rewards.values())) - n_good
+        say(f"warning: left out of this mean are {n_broken} answers to {len(broken)} tasks whose "
+            "own reference fails; drop them by colbench.py check")
 
 
 def check(args, emit):
     """Drops tasks whose own reference does not get reward 1."""
-    references = ({"task": r["task"], "answer": r["task"]["ground_truth"], "original": r}
+    references = ({"task": r["task"], "original": r}
                   for r in read_records(sys.stdin, to_grade=True))
-    for record in grade_records(references, args):
+    for record in grade_records(references, args, check=True):
         if record["reward"] > 0.9999:  # allows for rounding in the likeness
             emit(record["original"])
             continue

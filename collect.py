@@ -1,6 +1,7 @@
 """Collect episodes: an agent talks with a human for several turns, then submits an answer.
 
     python collect.py --human http://localhost:8000/v1 -k 4 < tasks.jsonl > episodes.jsonl
+    ... | python collect.py --human human.py --agent https://api.openai.com/v1 | ...
     ... | python collect.py --human human.py --candidates 16 | python colbench.py grade > all.jsonl
     ... | python collect.py --human human.py --best_of 4 --critic runs/critic > guided.jsonl
     ... | python collect.py --human human.py -k 4 --resume episodes.jsonl >> episodes.jsonl
@@ -11,13 +12,17 @@ as soon as it ends. A record that already has a dialogue gets candidates for its
 Left out on purpose: lock-step rollouts, where episodes wait for the slowest human; rewards, which
 the next stage adds; and paged attention and several GPUs, for which --engine takes a vLLM server.
 """
-from utils import (digest, fail, fail_on_error, flag, inline, open_stdout, parser, print_warnings,
-                   progress, rng, run, say, version)
+from utils import (add_warning, api_key, digest, exhausted_memory, fail, fail_on_error, flag,
+                   inline, open_stdout, parse_json, parser, print_warnings, private_copy, progress,
+                   rng, run, say, show_traceback, version)
 
+import ast
 import asyncio
 import base64
 import contextlib
 import fcntl
+import filecmp
+import importlib.util
 import inspect
 import itertools
 import json
@@ -25,23 +30,40 @@ import math
 import os
 import runpy
 import sys
+import time
 from collections import Counter, deque
 from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
 from urllib.parse import parse_qsl
 from urllib.request import getproxies
 
-from colbench import (ANSWER, ENVIRONMENTS, OUTPUT, RENDER_FAILED_REPLY, Renderer, RenderError,
-                      answered, cpus, environment, first_message, human_prompt, message_texts,
-                      read_action, read_records, redact, settings, task_id, task_kind,
-                      without_thinking)
+from colbench import (ANSWER, ENVIRONMENTS, OUTPUT, RECORD, RENDER_FAILED_REPLY, Episode, Renderer,
+                      RenderError, answered, check_prompts, check_shape, cpus, environment,
+                      human_prompt, message_texts, own_words, read_records, redact, settings,
+                      task_id, task_kind, without_thinking)
+
+
+# what some flags need, see utils.flag
+SAMPLED, LOCAL = "with a model as the agent", "without --engine or --agent"
+SERVERS = "with a server as --engine, --agent or --human"
+# flags for the model that --agent replaces
+MODEL_FLAGS = """model thinking candidates candidates_share best_of critic logprob_weight engine
+max_batch_tokens dtype""".split()
 
 
 def get_args(argv=None):
     p = parser(__doc__, "%(prog)s [flags] < tasks.jsonl > trajectories.jsonl")
     g = p.add_argument_group("episodes")
-    flag(g, "model", "meta-llama/Llama-3.1-8B-Instruct", "the agent", metavar="MODEL")
+    flag(g, "model", "meta-llama/Llama-3.1-8B-Instruct", "the agent", metavar="MODEL",
+         only="without --agent")
+    flag(g, "agent", None, "instead, to evaluate it: https://.../v1 of a chat model (key: "
+         "AGENT_API_KEY, else OPENAI_API_KEY), fixed:TEXT, or a FILE.py that defines act(task, "
+         "history), which may be async", metavar="WHO")
+    flag(g, "agent_params", "{}", "the chat model's request parameters, besides --temperature, "
+         "--top_p and --max_tokens; see --human_params", metavar="JSON",
+         only="with an address as --agent")
     flag(g, "-k", 1, "episodes per task", least=1)
     flag(g, "max_turns", 10, "most agent messages per episode; the last is the answer", least=1)
     flag(g, "concurrency", 256, "episodes to run at once", least=1)
@@ -50,37 +72,74 @@ def get_args(argv=None):
     flag(g, "human", None, "https://.../v1 of an LLM (key: OPENAI_API_KEY), fixed:TEXT, or a "
          "FILE.py that defines reply(task, history), which may be async", metavar="WHO")
     flag(g, "human_params", "{}", "the LLM's request parameters, besides temperature 0 and "
-         'max_tokens 1024; null removes one, "model" chooses one of several', metavar="JSON")
+         'max_tokens 1024; null removes one, "model" chooses one of several', metavar="JSON",
+         only="with an LLM as --human")
     g = p.add_argument_group("sampling")
-    flag(g, "temperature", 1.0, "0: greedy")
-    flag(g, "top_p", 1.0, "nucleus sampling: total probability to keep", least=1e-6, most=1)
-    flag(g, "max_tokens", 1024, "most tokens per message", least=1)
-    flag(g, "thinking", 0, "1: let a reasoning model think, unseen by the human", choices=[0, 1])
+    flag(g, "temperature", 1.0, "0: greedy", only=SAMPLED)
+    flag(g, "top_p", 1.0, "nucleus sampling: total probability to keep", least=1e-6, most=1,
+         only="with --temperature above 0")
+    flag(g, "max_tokens", 1024, "most tokens per message", least=1, only=SAMPLED)
+    flag(g, "thinking", 0, "1: let a reasoning model think, unseen by the human", choices=[0, 1],
+         only="without --agent")
     flag(g, "seed", 0, "random seed; with transformers, sampling repeats up to rounding")
-    flag(g, "candidates", 0, "alternative messages to sample per turn, not sent; 16 for stage 2")
-    flag(g, "candidates_share", 1.0, "share of the episodes that get candidates", most=1)
-    flag(g, "best_of", 1, "messages to sample per turn; the highest-scoring is sent", least=1)
+    flag(g, "candidates", 0, "alternative messages to sample per turn, not sent; 16 for stage 2",
+         only="without --agent")
+    flag(g, "candidates_share", 1.0, "share of the episodes that get candidates", most=1,
+         only="with --candidates")
+    flag(g, "best_of", 1, "messages to sample per turn; the highest-scoring is sent", least=1,
+         only="without --agent")
     flag(g, "critic", None, "--out of train_critic.py, or a FILE.py with advantages(task, history, "
-         "actions); it sees the reference, so this is no fair test of the agent", metavar="WHO")
-    flag(g, "logprob_weight", 0.0, "--best_of: send the highest advantage + this * log-prob")
+         "actions); it sees the reference, so this is no fair test of the agent", metavar="WHO",
+         only="without --agent")
+    flag(g, "logprob_weight", 0.0, "send the message of the highest advantage + this * log-prob",
+         only="with --best_of")
     g = p.add_argument_group("engine")
     flag(g, "engine", None, "http://host:port/v1 of a vLLM server (--logprobs-mode "
-         "processed_logprobs), many times as fast on a GPU; default: transformers", metavar="URL")
-    flag(g, "max_batch_tokens", 65536, "transformers: most tokens in the batch, with padding")
-    flag(g, "dtype", "auto", "transformers; auto: bf16 on a GPU, fp32 on a CPU",
-         choices=["auto", "bf16", "fp32"])
-    flag(g, "timeout", 1800.0, "seconds after which a request to a server is retried")
-    flag(g, "retries", 8, "how often to retry a failed request; 8 retries take about a minute")
+         "processed_logprobs), many times as fast on a GPU; default: transformers", metavar="URL",
+         only="without --agent")
+    flag(g, "max_batch_tokens", 65536, "most tokens in the batch, with padding",
+         only=LOCAL)
+    flag(g, "dtype", "auto", "auto: bf16 on a GPU, fp32 on a CPU",
+         choices=["auto", "bf16", "fp32"], only=LOCAL)
+    flag(g, "timeout", 1800.0, "seconds after which a request is retried", only=SERVERS)
+    flag(g, "retries", 8, "how often to retry a failed request; 8 retries take about a minute",
+         only=SERVERS)
     args = p.parse_args(argv)
-    with fail_on_error("--human_params is not a JSON object"):
-        args.human_params = dict(json.loads(args.human_params))
+    check_args(p, args)
+    return args
+
+
+def check_args(p, args):
+    """Parses the JSON flags, exits if flags do not fit together, and sets unused ones to None."""
+    for name in ("human_params", "agent_params"):
+        with fail_on_error(f"--{name} is not a JSON object", parses=True):
+            setattr(args, name, dict(parse_json(getattr(args, name))))
+    samples = not args.agent or is_url(args.agent)  # else the agent is a program
+    p.refuse_unused(args, {
+        "without --agent": not args.agent,
+        "with an address as --agent": is_url(args.agent),
+        SAMPLED: samples,
+        "with --temperature above 0": samples and args.temperature > 0,
+        "with an LLM as --human": is_url(args.human),
+        SERVERS: bool(args.engine) or is_url(args.agent) or is_url(args.human),
+        LOCAL: not args.engine and not args.agent,
+        "with --candidates": args.candidates > 0,
+        "with --best_of": args.best_of > 1})
     if (args.best_of > 1) != bool(args.critic):
         fail("--best_of (2 or more) and --critic need each other; give both or neither")
     if not args.temperature and (args.candidates or args.best_of > 1):
         fail("--temperature 0 makes all --candidates and --best_of of a turn the same message")
     if not args.temperature and args.k > 1:
         say("warning: with --temperature 0 only the human can make the episodes of a task differ")
-    return args
+    for name in MODEL_FLAGS if args.agent else ():
+        setattr(args, name, None)
+    if not samples:
+        args.temperature = args.top_p = args.max_tokens = args.agent_params = None
+
+
+def is_url(who):
+    """Returns whether --human, --agent or --engine is the address of a server."""
+    return bool(who) and who.startswith(("http://", "https://"))
 
 
 if __name__ == "__main__":
@@ -103,6 +162,8 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 # n_candidates. --resume compares colbench.settings(meta)
 NOT_IN_META = "given candidates k concurrency resume max_batch_tokens timeout retries".split()
 COMPUTE_THREAD = ThreadPoolExecutor(1)  # runs all models, so that they don't block the event loop
+HUMAN_THREADS = ThreadPoolExecutor(256)  # run the functions of users that are in WAITING
+WAITING = set()  # see call_user_function
 TREE_TOKENS = 16384  # most tokens per forward of the critic
 
 
@@ -117,9 +178,10 @@ class ContextFull(EpisodeError):
 # --- an episode -----------------------------------------------------------------------------------
 
 class EpisodeRunner:
-    """Runs episodes. Holds three callables, of which the last two may be async:
+    """Runs episodes. Holds these callables, of which all but the first may be async:
 
         await engine(prompt_ids, keys, max_new)  [(token_ids, logprobs)], one message per key
+        act(task, history)                       instead of the engine: the message of --agent
         reply(task, history)                     the human's reply
         critic(task, history, actions)           one advantage per action
 
@@ -129,45 +191,43 @@ class EpisodeRunner:
     """
 
     def __init__(self, args):
-        self.args, self.critic, self.totals = args, None, Counter()
+        self.args, self.act, self.critic, self.totals = args, None, None, Counter()
+        self.servers = {}  # {"agent" or "human": Endpoint}
+        self.resumed = []  # the settings of the episodes in the --resume file
+        self.meta = {name: x for name, x in vars(args).items() if name not in NOT_IN_META} | {
+            "version": version(), "agent": fingerprint(args.agent),
+            "human": fingerprint(args.human), "critic": fingerprint(args.critic),
+            "n_candidates": args.candidates,
+            "prompts": digest([(ANSWER, OUTPUT, kind.agent_prompt, kind.human_prompt)
+                               for kind in ENVIRONMENTS.values()])}
+        if args.agent:
+            self.opening = ""  # no message continues a thought
+            return
         folder, self.tokenizer, config = find_model(args.model)
         config = config.get_text_config()
         self.max_context = getattr(config, "max_position_embeddings", None) or math.inf
-        self.stop = stop_ids(self.tokenizer, folder)
-        self.opening = opened_thought(self.tokenizer, args.thinking)
+        with fail_on_error(f"the chat template of --model {args.model} can't be used"):
+            self.stop = stop_ids(self.tokenizer, folder)
+            self.opening = opened_thought(self.tokenizer, args.thinking)
         files = sorted(file for form in MODEL_FILES for file in Path(folder).glob(form))
-        self.meta = {name: x for name, x in vars(args).items() if name not in NOT_IN_META} | {
-            "model_weights": weights_digest(folder), "version": version(),
-            "human": fingerprint(args.human), "critic": fingerprint(args.critic),
-            "n_candidates": args.candidates,
-            "tokenizer_and_config": digest([*map(fingerprint, files)]),
-            "prompts": digest([(ANSWER, OUTPUT, kind.agent_prompt, kind.human_prompt)
-                               for kind in ENVIRONMENTS.values()])}
-        self.resumed = []  # the settings of the episodes in the --resume file
+        self.meta |= {"model_weights": weights_digest(folder),
+                      "tokenizer_and_config": digest([*map(fingerprint, files)])}
 
     async def load(self):
         """Asks servers which model they serve, then loads the local models; returns self."""
-        args, human = self.args, self.args.human or ""
-        if human.startswith(("http://", "https://")):
-            llm = LLM(args, self.totals)
-            if "model" not in llm.body and "?" not in human:  # Azure's address names it
-                await llm.find_served_model()
-            self.meta["human_model"] = llm.body.get("model")
-            self.check_resumed()
-            self.reply = llm.reply
-        elif human.startswith("fixed:"):
-            self.reply = lambda task, history: human.removeprefix("fixed:")
-        elif human.endswith(".py"):
-            self.reply = load_function(human, "reply")
-        elif human:
-            fail(f"--human {human}: give the http://host:port/v1 of an LLM, fixed:TEXT or FILE.py")
+        args = self.args
+        if args.human:
+            self.reply = await self.load_role("human", ChatHuman, "reply")
+        if args.agent:
+            self.act = await self.load_role("agent", ChatAgent, "act")
+        self.check_resumed()  # now that the servers have named their models
         if args.engine:
-            self.engine = VllmEngine(args, self.stop)
+            self.engine = self.servers["agent"] = VllmEngine(args, self.stop)
             await self.engine.find_served_model()
             if self.engine.body["model"] != args.model:
                 say(f"{args.engine} serves {self.engine.body['model']}, assumed to be {args.model}")
             self.max_context = min(self.max_context, self.engine.max_context)
-        else:
+        elif not args.agent:
             self.engine = TransformersEngine(args, self.stop)
             if DEVICE == "cuda":
                 say("sampling with transformers; a vLLM server is many times as fast (--engine)")
@@ -176,6 +236,19 @@ class EpisodeRunner:
         elif args.critic:
             self.critic = Critic(args).advantages
         return self
+
+    async def load_role(self, role, chat_model, name):
+        """Returns the function `name` of --human or --agent."""
+        who = getattr(self.args, role)
+        if is_url(who):
+            server = self.servers[role] = chat_model(self.args)
+            self.meta[f"{role}_model"] = await server.model_name()
+            return getattr(server, name)
+        if who.startswith("fixed:"):
+            return lambda task, history: who.removeprefix("fixed:")
+        if who.endswith(".py"):
+            return load_function(who, name)
+        fail(f"--{role} {who}: give the http://host:port/v1 of an LLM, fixed:TEXT or FILE.py")
 
     def check_resumed(self):
         """Fails if the --resume file's episodes differ in a setting that both sides have."""
@@ -187,25 +260,20 @@ class EpisodeRunner:
 
     async def run_episode(self, task, sample):
         """Runs one episode; returns the new fields of its record."""
-        max_turns, key = self.args.max_turns, (self.args.seed, task_id(task), sample)
-        history = [first_message(task, max_turns)]
-        for turn in range(max_turns):
+        episode = Episode(task, self.args.max_turns, self.opening)
+        while not episode.ended:
+            key = self.args.seed, task_id(task), sample, episode.turn
             try:
-                message = await self.next_message(task, history, (*key, turn))
+                message = await self.next_message(task, episode.history, key)
             except ContextFull:
-                if turn == 0:
+                if episode.turn == 0:
                     raise
-                history.pop()  # the unanswered reply: a dialogue ends with an agent message
+                episode.abandon()
                 break
-            output = self.opening + message["output"]
-            message["content"], final = read_action(output, last=turn == max_turns - 1)
-            history.append(message)
-            if final is not None:
-                break
-            history.append({"role": "user", "content": await self.human_reply(task, history)})
-        answer = environment(task).final_answer(history, final)
-        return {"sample": sample, "dialogue_history": history, "answer": answer or "",
-                "answered": ANSWER in message["content"], "meta": self.meta}
+            episode.act(message)
+            if not episode.ended:
+                episode.reply(await self.human_reply(task, episode.history))
+        return {"sample": sample, **episode.fields(), "meta": self.meta}
 
     async def add_candidates(self, record, sample):
         """Samples candidates for a dialogue's messages; returns the new fields of its record."""
@@ -219,6 +287,10 @@ class EpisodeRunner:
 
     async def next_message(self, task, history, key):
         """Returns the agent's next message, without content. key: (seed, task id, sample, turn)."""
+        if self.act:
+            message = checked_message(await call_user_function(self.act, task, history))
+            self.totals.update(actions=1, truncated=bool(message.get("cut")))
+            return message
         actions, candidates = await self.sample_turn(history, key, self.args.best_of)
         best = actions[0]
         if self.critic:
@@ -228,7 +300,7 @@ class EpisodeRunner:
             values = [score + self.args.logprob_weight * sum(action["logprobs"])
                       for score, action in zip(scores, actions)]
             best = actions[values.index(max(values))]
-        return {"role": "assistant", "content": None, **best, **candidates}
+        return {**best, **candidates}
 
     async def sample_turn(self, history, key, n_actions):
         """Samples the agent's next message; returns (actions, {"candidates": actions} or {})."""
@@ -263,7 +335,7 @@ class EpisodeRunner:
         return actions[:n_actions], {"candidates": candidates} if candidates else {}
 
     async def human_reply(self, task, history):
-        """Returns the human's reply to the last message, truncated to the task kind's limit."""
+        """Returns the human's reply to the last message."""
         self.totals["asked"] += 1
         try:
             reply = await call_user_function(self.reply, task, history)
@@ -274,8 +346,7 @@ class EpisodeRunner:
         if not isinstance(reply, str):
             raise EpisodeError(f"the human's reply is not a string: {reply!r}")
         self.totals["replies"] += 1
-        reply = reply.encode(errors="replace").decode()  # tokenizers reject lone surrogates
-        return reply[:environment(task).reply_chars]
+        return reply
 
 
 def fingerprint(who):
@@ -291,30 +362,91 @@ def load_function(file, name):
     """Returns the function `name` that a Python file defines; it may be async."""
     sys.path.append(os.path.dirname(os.path.abspath(file)))  # so that it can import its neighbours
     with fail_on_error(file):
+        check_imports(file)
         namespace = runpy.run_path(file)
     return namespace.get(name) or fail(f"{file} defines no {name}()")
 
 
+def check_imports(file):
+    """Raises ValueError if a Python file would import another module instead of its neighbour.
+
+    For example, `import utils` finds our utils.py, which is loaded already. The neighbours that the
+    file imports are checked, too.
+    """
+    folder, files = Path(file).parent, [Path(file)]
+    for importing in files:  # it grows in the loop
+        for name in imported_names(importing):
+            for neighbour in (folder / f"{name}.py", folder / name / "__init__.py"):
+                if neighbour in files or not neighbour.exists():
+                    continue
+                found = importlib.util.find_spec(name).origin or "another folder"
+                if not os.path.exists(found) or not filecmp.cmp(found, neighbour, shallow=False):
+                    raise ValueError(f"`import {name}` in {importing} would find {found}, not "
+                                     f"{neighbour}; rename the latter")
+                if os.path.samefile(found, neighbour):  # else it is a copy of one of our scripts
+                    files.append(neighbour)
+
+
+def imported_names(file):
+    """Returns the top-level names of the modules that a Python file imports, anywhere in it."""
+    names = []
+    for node in ast.walk(ast.parse(file.read_bytes(), str(file))):
+        if isinstance(node, ast.Import):
+            names += [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom) and not node.level:  # not "from . import"
+            names.append(node.module)
+    return [name.partition(".")[0] for name in names]
+
+
 async def call_user_function(function, *args):
-    """Calls the human or critic, which may be async."""
-    result = function(*args)
+    """Calls the agent, human or critic, which may be async, with copies, which it may change.
+
+    A function that is not async runs in the event loop, because this keeps batches full and
+    reproducible, until a call has waited, such as for a server. From then on it runs in threads, so
+    that the other episodes continue.
+    """
+    args = private_copy(args)
+    if function in WAITING:
+        loop = asyncio.get_running_loop()
+        result = await loop.run_in_executor(HUMAN_THREADS, function, *args)
+    else:
+        start, cpu_start = time.monotonic(), time.thread_time()
+        result = function(*args)
+        seconds, cpu_seconds = time.monotonic() - start, time.thread_time() - cpu_start
+        if seconds > 0.2 and cpu_seconds < seconds / 10:
+            WAITING.add(function)
+            say(f"{getattr(function, '__name__', function)}() waits ({seconds:.1f} s) and is not "
+                "async: from now on its calls run in threads, many at once")
     return await result if inspect.isawaitable(result) else result
+
+
+def checked_message(returned):
+    """Returns act()'s text or dict as a dict with `output`; raises an error for anything else."""
+    message = json.loads(json.dumps(returned, allow_nan=False))
+    if isinstance(message, str):
+        return {"output": message}
+    check_shape(message, RECORD["dialogue_history"][0], "act()'s message")
+    if "output" not in message and "content" not in message:
+        raise ValueError("act()'s message has no output")
+    return {"output": message.get("content"), **message}
 
 
 # --- servers --------------------------------------------------------------------------------------
 
 class Endpoint:
-    """A client of an OpenAI-compatible server, whose API key is in the environment variable KEY."""
-    KEY, HINT = "OPENAI_API_KEY", ""  # HINT: added to the error if the server rejects a request
+    """A client of an OpenAI-compatible server, which counts replies and tokens in `usage`."""
+    KEYS = ["OPENAI_API_KEY"]  # environment variables; the first that is set has the API key
+    HINT = CHOOSE = ""  # what to do if the server rejects a request, or serves several models
     has_answered = False
 
     def __init__(self, url, args, body):
         """body: fields that all requests share."""
         import openai
         os.environ["no_proxy"] = getproxies().get("no", "") + ",localhost,127.0.0.1,::1"
-        self.url, self.body = url, body
+        self.url, self.body, self.usage = url, body, Counter()
         base_url, _, query = url.partition("?")  # Azure's addresses end in ?api-version=...
-        key = os.environ.get(self.KEY, "none")
+        self.key_name = next(filter(os.environ.get, self.KEYS), self.KEYS[0])
+        key = api_key(self.key_name)
         self.client = openai.AsyncOpenAI(
             base_url=base_url, default_query=dict(parse_qsl(query)), api_key=key,
             default_headers={"api-key": key} if query else None, max_retries=args.retries,
@@ -323,13 +455,19 @@ class Endpoint:
 
     async def find_served_model(self):
         """Sets body["model"] and max_context. If several models are served, body must name one."""
-        with fail_on_error(f"{self.url} does not list its models (does the address end in /v1?)"):
+        try:
             reply = await self.client.with_options(max_retries=0).get("/models", cast_to=object)
             served = {model["id"]: model.get("max_model_len") for model in reply["data"]}
+        except Exception as e:
+            advice = "does the address end in /v1?"
+            if getattr(e, "status_code", None) in (401, 403):
+                advice = f"check the key in {self.key_name}"
+            elif type(e).__name__ in ("APIConnectionError", "APITimeoutError"):
+                advice = "is the server running, and its address right?"
+            fail(f"{self.url} does not list its models ({advice}): {error_text(e)}")
         name = [*served][0] if len(served) == 1 else self.body.get("model")
         if name not in served:
-            fail(f"{self.url} serves {', '.join(served) or 'no model'}, not {name}; "
-                 """choose the human's by --human_params '{"model": "NAME"}'""")
+            fail(f"{self.url} serves {', '.join(served) or 'no model'}, not {name}{self.CHOOSE}")
         self.body["model"], self.max_context = name, served[name] or math.inf
 
     async def request(self, path, parse, **body):
@@ -339,18 +477,25 @@ class Endpoint:
         """
         rejected = True
         try:
-            result = parse(await self.client.post(path, cast_to=object, body={**self.body, **body}))
+            reply = await self.client.post(path, cast_to=object, body={**self.body, **body})
+            self.usage.update(replies=1, **reported_tokens(reply))
+            result = parse(reply)
             self.has_answered = True
             return result
         except (LookupError, TypeError, AttributeError):
             error = "the reply is not that of an OpenAI-compatible server"
         except Exception as e:
-            rejected = isinstance(e, ValueError) or getattr(e, "status_code", 0) in (400, 413, 422)
-            response = getattr(e, "response", None)
-            words = response.extensions.get("error", e) if response else e
-            words = " ".join(str(words).split())[:200]
-            error = f"{type(e).__name__}: {words}{self.HINT * rejected}"
+            invalid = getattr(e, "status_code", None) in (400, 413, 422)
+            rejected = invalid or isinstance(e, ValueError)
+            error = error_text(e) + (self.HINT if invalid else "")
         raise (EpisodeError if rejected and self.has_answered else OSError)(f"{self.url}: {error}")
+
+
+def error_text(e):
+    """Returns the type and text of a request's error: the server's words, or its cause."""
+    response = getattr(e, "response", None)
+    words = response.extensions.get("error", e) if response else str(e.__cause__ or "") or e
+    return f"{type(e).__name__}: {' '.join(str(words).split())[:200]}"
 
 
 async def take_status(response):
@@ -363,15 +508,49 @@ async def take_status(response):
                 response.status_code = max(400, int(error["code"]))
 
 
-class LLM(Endpoint):
-    """An LLM in the role of the human, who reads the hidden information and sees web pages."""
-    HINT = """ (try --human_params '{"max_tokens": 4000, "NAME": null}'; null removes NAME)"""
+def reported_tokens(reply):
+    """Returns {"prompt_tokens", "completion_tokens"} of a reply; {} if its server reports none."""
+    usage = reply.get("usage") or {}
+    return {name: usage[name] for name in ("prompt_tokens", "completion_tokens") if usage.get(name)}
 
-    def __init__(self, args, totals):
-        self.totals = totals
-        params = {"temperature": 0, "max_tokens": 1024, **args.human_params}
+
+class ChatModel(Endpoint):
+    """A chat model as the agent or the human, `role`."""
+
+    def __init__(self, role, args, **params):
+        """params: of its requests, unless --agent_params or --human_params says otherwise."""
+        params |= getattr(args, f"{role}_params")
         body = {name: value for name, value in params.items() if value is not None}
-        super().__init__(args.human, args, body)
+        super().__init__(getattr(args, role), args, body)
+        flag = f"--{role}_params"
+        self.HINT = f""" ({flag} '{{"NAME": VALUE}}' sets a parameter of requests; null removes it)"""
+        self.CHOOSE = f"""; choose the {role}'s by {flag} '{{"model": "NAME"}}'"""
+
+    async def model_name(self):
+        """Returns the model's name, from the server unless the parameters have it."""
+        if "model" not in self.body and "?" not in self.url:  # Azure's address names it
+            await self.find_served_model()
+        return self.body.get("model")
+
+
+class ChatAgent(ChatModel):
+    """A chat model as the agent, which reads the roles and contents of the dialogue, no more."""
+    KEYS = ["AGENT_API_KEY", "OPENAI_API_KEY"]
+
+    def __init__(self, args):
+        super().__init__("agent", args, temperature=args.temperature, top_p=args.top_p,
+                         max_tokens=args.max_tokens)
+
+    async def act(self, task, history):
+        messages = [{"role": m["role"], "content": m["content"]} for m in history]
+        return await self.request("/chat/completions", chat_message, messages=messages)
+
+
+class ChatHuman(ChatModel):
+    """A chat model as the human, who reads the hidden information and sees web pages."""
+
+    def __init__(self, args):
+        super().__init__("human", args, temperature=0, max_tokens=1024)
         self.renderer = None  # created for the first page
 
     async def reply(self, task, history):
@@ -389,22 +568,62 @@ class LLM(Endpoint):
                 content.append({"type": "image_url", "image_url": {"url": url}})
         text = await self.request("/chat/completions", reply_text,
                                   messages=[{"role": "user", "content": content}])
+        text, named, both_sides = own_words(text)
+        self.usage.update(named=named, both_sides=both_sides)
         redacted = text if environment(task).shows_pages else redact(text, task)
-        self.totals["redacted"] += redacted != text
+        self.usage["redacted"] += redacted != text
         return redacted
 
 
-def reply_text(reply):
-    """Returns a chat completion's text without thoughts; raises ValueError unless it is whole."""
+def chat_message(reply):
+    """Returns the message of a chat completion as a dict with `output`, its text without thoughts.
+
+    A truncated message has `cut`, as a sampled one does. Raises ValueError for an empty one.
+    """
     choice = reply["choices"][0]
-    content, reason = choice["message"]["content"] or "", choice.get("finish_reason")
+    content = choice["message"]["content"] or ""
     if isinstance(content, list):  # of parts
         content = "".join(part.get("text", "") for part in content)
     # if the server's prompt has opened a thought, the reply has only the end of it, </think>
     text = without_thinking("<think>" + content if "</think>" in content else content)
-    if reason != "stop" or not text:
-        raise ValueError(f"the reply is empty or may be truncated, finish_reason {reason}")
-    return text
+    if not text:
+        raise ValueError(f"the reply is empty, finish_reason {choice.get('finish_reason')}")
+    message = {"output": text}
+    if is_truncated(choice):
+        message["cut"] = True
+    if tokens := reported_tokens(reply).get("completion_tokens"):
+        message["completion_tokens"] = tokens
+    return message
+
+
+def reply_text(reply):
+    """Returns the text of a chat completion; raises ValueError unless it is whole."""
+    message = chat_message(reply)
+    if "cut" in message:
+        raise ValueError("the reply is truncated: allow more tokens, such as by "
+                         """--human_params '{"max_tokens": 4000}'""")
+    return message["output"]
+
+
+# finish_reasons, in lower case, of OpenAI, TGI, Together, Anthropic, Bedrock, Gemini, Cohere
+COMPLETE = "stop", "eos_token", "eos", "end_turn", "stop_sequence", "complete"
+TRUNCATED = "length", "max_tokens", "model_length", "model_context_window_exceeded"
+
+
+def is_truncated(choice):
+    """Returns whether a chat completion's choice is truncated.
+
+    Raises ValueError if it ended for a reason besides its end and a limit of tokens.
+    """
+    reason = choice.get("finish_reason")
+    if reason is None:
+        add_warning("replies came without a finish_reason, and count as complete",
+                    repr(choice["message"]["content"])[:60])
+        return False
+    if str(reason).lower() not in COMPLETE + TRUNCATED:
+        raise ValueError(f"the reply is incomplete, finish_reason {reason} (COMPLETE in collect.py "
+                         "lists those of complete replies)")
+    return str(reason).lower() in TRUNCATED
 
 
 class VllmEngine(Endpoint):
@@ -413,7 +632,7 @@ class VllmEngine(Endpoint):
     vLLM takes one seed per request, and seeds message i with seed + i. In another batch the same
     seed may give other tokens.
     """
-    KEY = "VLLM_API_KEY"
+    KEYS = ["VLLM_API_KEY"]
 
     def __init__(self, args, stop):
         super().__init__(args.engine, args, {
@@ -668,12 +887,13 @@ def finished_episodes(path, tasks):
 
 
 def read_jobs(args, done, tasks):
-    """Yields (record, sample) of each episode to run; sets the kind and id of its task.
+    """Yields (record, sample) of each episode of stdin's tasks; sets the kind and id of its task.
 
     The episodes of a task are numbered 0, 1, ... An existing dialogue keeps its `sample`, or gets
-    the next one that is free.
+    the next one that is free. `done`: (task id, sample) of the --resume file; these are yielded,
+    too, but a dialogue must be the one that the file has.
     """
-    taken = set()  # (task id, sample) of stdin; `done` has those of the --resume file
+    taken = set()  # (task id, sample) of stdin
     for record in read_records(sys.stdin, tasks=tasks):
         task, name = record["task"], task_id(record["task"])
         record["task"] = {"kind": task_kind(task), **task, "id": name}
@@ -687,13 +907,85 @@ def read_jobs(args, done, tasks):
                 fail(f"task {name} was sampled with --thinking {thinking}; pass that here, too")
         elif not args.human:
             fail("--human is missing; --help says what it takes")
+        else:
+            check_prompts(task, llm_human=args.human.startswith(("http://", "https://")))
         free = (n for n in itertools.count(start) if (name, n) not in taken)
         for sample in itertools.islice(free, k):
             taken.add((name, sample))
-            if (name, sample) not in done:
-                yield record, sample
-            elif message_texts(record.get("dialogue_history", ())) not in ([], done[name, sample]):
+            texts = message_texts(record.get("dialogue_history", ()))
+            if texts and texts != done.get((name, sample), texts):
                 fail(f"task {name}, sample {sample} has another dialogue in {args.resume}")
+            yield record, sample
+
+
+def asked_fields(jobs):
+    """Returns the fields of `meta` from which evaluate.py knows which episodes are missing.
+
+    `asked` lists the samples of each task that this run was asked for, also those that a --resume
+    file has. `asked_hash` is the hash of that list.
+    """
+    asked = {}  # {task id: [samples]}
+    for record, sample in jobs:
+        if "dialogue_history" not in record:
+            asked.setdefault(record["task"]["id"], []).append(sample)
+    return {"asked": asked, "asked_hash": digest(sorted(asked.items()))}
+
+
+def print_plan(args, jobs):
+    """Prints how many episodes run, and with what: loading and the first episode take minutes."""
+    agent = args.agent
+    if not agent:
+        agent = f"{args.model} with {args.engine or f'transformers on {DEVICE}'}"
+    existing = sum("dialogue_history" in record for record, _ in jobs)
+    if existing:
+        say(f"sampling {args.candidates} candidates per message of {counted(existing, 'dialogue')} "
+            f"from {agent}")
+    if new := len(jobs) - existing:
+        say(f"running {counted(new, 'episode')} of {agent}: human {args.human}, "
+            f"at most {counted(args.max_turns, 'turn')}, {min(new, args.concurrency)} at once")
+
+
+def time_left(totals, n_jobs, concurrency):
+    """Returns the time, such as 0:01:10, that the other episodes take if each takes the mean."""
+    n_left = n_jobs - totals["episodes"] - totals["failed"]
+    rounds = n_left / max(1, min(n_left, concurrency))  # n_left may be 0
+    return timedelta(seconds=round(rounds * totals["seconds"] / totals["episodes"]))
+
+
+def print_summary(args, runner, n_done):
+    """Prints what was written, what went wrong, and what the servers report that it has cost.
+
+    n_done: number of episodes in the --resume file.
+    """
+    totals, facts = runner.totals, []
+    if totals["truncated"]:
+        percent = 100 * totals["truncated"] / totals["actions"]
+        limit = f" at --max_tokens {args.max_tokens}" if args.max_tokens else ""
+        facts.append(f"{percent:.1f} % of messages truncated{limit}")
+    faults = {"failed": totals["asked"] - totals["replies"]}  # {what happened: to how many}
+    if "human" in runner.servers:
+        usage = runner.servers["human"].usage
+        faults |= {"redacted": usage["redacted"], "began with a speaker's name": usage["named"],
+                   "continued with further speakers": usage["both_sides"]}
+    for what, number in faults.items():
+        if number:
+            facts.append(f"{number} of {counted(totals['asked'], 'human reply')} {what}")
+    text = f"wrote {counted(totals['episodes'], 'episode')} of {args.agent or args.model}"
+    if n_done:
+        text += f" ({n_done} more in the --resume file)"
+    if facts:
+        text += f": {'; '.join(facts)}"
+    say(text)
+    for role, server in runner.servers.items():
+        requests = counted(server.usage["replies"], "request")
+        say(f"{role}: {requests}, {server.usage['prompt_tokens']} prompt tokens, "
+            f"{server.usage['completion_tokens']} completion tokens")
+
+
+def counted(number, noun):
+    """Returns "1 episode", "2 episodes", "2 human replies"."""
+    plural = noun[:-1] + "ies" if noun.endswith("y") else noun + "s"
+    return f"{number} {noun if number == 1 else plural}"
 
 
 def main(args):
@@ -707,48 +999,56 @@ def main(args):
     if args.resume:
         locked, done, runner.resumed = finished_episodes(args.resume, tasks)  # locked until the end
         runner.check_resumed()
-    jobs = deque(read_jobs(args, done, tasks))  # an invalid line fails here, before models load
-    totals, errors = runner.totals, []
+    all_jobs = [*read_jobs(args, done, tasks)]  # an invalid line fails here, before models load
+    jobs = deque(job for job in all_jobs if (job[0]["task"]["id"], job[1]) not in done)
+    asked = asked_fields(all_jobs)
+    totals, errors, n_jobs = runner.totals, [], len(jobs)
 
     async def worker(bar):
         while jobs and not errors:
             record, sample = jobs.popleft()
+            start = time.monotonic()
             try:
                 if "dialogue_history" in record:
                     fields = await runner.add_candidates(record, sample)
                 else:
                     fields = await runner.run_episode(record["task"], sample)
+                    fields["meta"] = {**fields["meta"], **asked}
+                    asked.pop("asked", None)  # as it may be long, only the first record has it
             except BaseException as e:  # also SystemExit
                 expected = isinstance(e, EpisodeError)
                 why = str(e) if expected else f"{type(e).__name__}: {e}"
                 message = f"task {record['task']['id']}, sample {sample} failed: {why}"
                 totals.update(failed=1, in_a_row=not expected)
-                if not isinstance(e, Exception) or os.environ.get("DEBUG") and not expected:
+                if not isinstance(e, Exception) or exhausted_memory(e):
                     errors.append(e)
-                elif 16 in (totals["in_a_row"], totals["human_in_a_row"]):
+                    continue
+                show_traceback(e)
+                if 16 in (totals["in_a_row"], totals["human_in_a_row"]):
                     errors.append(SystemExit(f"error: {inline(message)}; it is the 16th failure in "
                                              "a row; rerun with --resume FILE to continue"))
                 elif totals["failed"] <= 16:
                     say(message)
                 continue
             emit({**record, **fields, "meta": {**record.get("meta", {}), **fields["meta"]}})
-            bar.update()
             totals["episodes"] += 1
+            totals["seconds"] += time.monotonic() - start
             totals["in_a_row"] = 0
+            left = time_left(totals, bar.total, args.concurrency)
+            bar.set_postfix_str(f"{left} left", refresh=False)
+            bar.update()
 
     async def run_jobs():
         await runner.load()
         print_warnings()
-        bar = progress(f"episodes of {args.model}", total=len(jobs))
+        bar = progress(f"episodes of {args.agent or args.model}", total=n_jobs, estimates=False)
         await asyncio.gather(*(worker(bar) for _ in range(args.concurrency)))
 
     if jobs:
+        print_plan(args, jobs)
         asyncio.run(run_jobs())
-    percent = 100 * totals["truncated"] / max(1, totals["actions"])
-    say(f"wrote {totals['episodes']} episodes of {args.model} ({len(done)} more in the --resume "
-        f"file): {percent:.1f} % of messages truncated at --max_tokens {args.max_tokens}; of "
-        f"{totals['asked']} human replies {totals['asked'] - totals['replies']} failed and "
-        f"{totals['redacted']} were redacted")
+    print_warnings()
+    print_summary(args, runner, len(done))
     if errors:
         raise errors[0]
     if totals["failed"]:

@@ -19,6 +19,7 @@ tokens of a tree, A tokens of all its actions, S the same but with shared tokens
 tokens of one action, K keys of all runs, H query heads, D head size, V vocabulary size. Dropout is
 always off, in training too.
 """
+import contextlib
 import datetime
 import functools
 import glob
@@ -27,12 +28,13 @@ import json
 import math
 import os
 import re
+import shlex
 import shutil
 import sys
 from array import array
 from bisect import bisect_left
 from concurrent.futures import ThreadPoolExecutor
-from itertools import accumulate, chain, permutations
+from itertools import accumulate, chain
 from pathlib import Path
 from types import SimpleNamespace
 from typing import NamedTuple
@@ -41,6 +43,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 import torch.nn.functional as F
+from safetensors import safe_open
 from torch.distributed.checkpoint.state_dict import (StateDictOptions, get_model_state_dict,
                                                      get_state_dict, set_state_dict)
 from torch.distributed.device_mesh import init_device_mesh
@@ -52,10 +55,11 @@ from transformers import (AttentionInterface, AutoConfig, AutoModelForCausalLM, 
                           GenerationConfig)
 from transformers.utils import logging
 
-from colbench import check_opening, hidden_information, read_records, task_id, with_hidden
+from colbench import (HIDDEN, check_opening, comparable, hidden_information, read_records, task_id,
+                      task_kind, with_hidden)
 from utils import (RANK, WORLD, add_warning, barrier, changed_scripts, digest, drop_checkpoints,
-                   fail, fail_on_error, print_warnings, progress, rng, rows_of, say,
-                   sum_over_ranks, writing)
+                   exhausted_memory, fail, fail_on_error, print_warnings, progress, refuse_pointer,
+                   rng, rows_of, say, sum_over_ranks, writing)
 
 GQA = {"enable_gqa": True} if torch.__version__ >= "2.12" else {}  # torch 2.11 always enables it
 try:
@@ -374,14 +378,6 @@ def reference_logps(model, ref_turn_of, tree_tokens):
     return {turn: logps[ref_turn] for turn, ref_turn in ref_turn_of.items()}
 
 
-def held_out_metrics(loss_of_pairs, args, model, pairs, ref_logps):
-    """Returns {"held_out_loss": ..., ...}. loss_of_pairs: batch_loss of one of the trainers."""
-    logps = score(model, turns_in(pairs), args.tree_tokens)
-    loss, metrics = loss_of_pairs(args, pairs, logps, ref_logps)
-    metrics = {"loss": loss.item(), **metrics}
-    return {"held_out_" + name: value for name, value in metrics.items()}
-
-
 # --- chat templates: dialogues to token ids -------------------------------------------------------
 
 # Two rules: prompt and action are the ids of the template's text of the dialogue, and only the
@@ -418,15 +414,42 @@ def as_plain(tokenizer, message):
 
 
 def template_text(tokenizer, messages, thinking, add_prompt):
-    """Returns the chat template's text of a dialogue, with CUTs; raises the template's own errors.
+    """Returns the chat template's text of a dialogue, with CUTs; ValueError if it rejects that.
 
     thinking: 0 switches thinking off, if the template has `enable_thinking`. add_prompt: whether to
-    append the generation prompt, which opens the assistant's next message.
+    append the generation prompt, which opens the assistant's next message. ValueError, too, if the
+    template leaves out a message.
     """
+    check_roles(tokenizer, tuple(m["role"] for m in messages), thinking, add_prompt)
     plain = [{"role": m["role"], "content": as_plain(tokenizer, m)} for m in messages]
-    return tokenizer.apply_chat_template(
-        plain, chat_template=STRFTIME_NOW + tokenizer.get_chat_template(), tokenize=False,
-        add_generation_prompt=add_prompt, enable_thinking=bool(thinking))
+    return apply_template(tokenizer, plain, thinking, add_prompt)
+
+
+def apply_template(tokenizer, messages, thinking, add_prompt):
+    """Returns the chat template's text of a dialogue on the day TODAY; see template_text."""
+    try:
+        return tokenizer.apply_chat_template(
+            messages, chat_template=STRFTIME_NOW + tokenizer.get_chat_template(), tokenize=False,
+            add_generation_prompt=add_prompt, enable_thinking=bool(thinking))
+    except MemoryError:
+        raise
+    except Exception as e:  # a template is a program, which may raise any error
+        raise ValueError(str(e) or type(e).__name__) from e
+
+
+@functools.cache
+def check_roles(tokenizer, roles, thinking, add_prompt):
+    """Raises ValueError if the chat template leaves out a message of a dialogue of these roles.
+
+    Some templates have no system message, read contents as lists of parts, or show only the last
+    messages, and write nothing of a message that they do not expect.
+    """
+    probe = [{"role": role, "content": f"Qx{i}xQ"} for i, role in enumerate(roles)]
+    text = apply_template(tokenizer, probe, thinking, add_prompt)
+    for i, message in enumerate(probe):
+        if message["content"] not in text:
+            raise ValueError(f"it leaves out the content of message {i + 1} of {len(roles)}, whose "
+                             f"role is {message['role']}; use another template, or no such message")
 
 
 @functools.cache
@@ -611,6 +634,8 @@ def read_trajectories(args, *fields, pi_reads_c, ref_reads_c):
     _, tokenizer, config = find_model(args.model)
     config = config.get_text_config()
     longest = min(args.max_length, getattr(config, "max_position_embeddings", None) or math.inf)
+    with fail_on_error(f"the chat template of --model {args.model} can't be used"):
+        ending(tokenizer)  # else `save` would fail, after training
     extra_ids, special = len(tokenizer) > config.vocab_size, control_tokens(tokenizer)[1]
     trajectories = []
     for r in records:
@@ -657,60 +682,59 @@ class Pair(NamedTuple):
     gap: float = 0.0      # difference of rewards or of candidates' scores; read by edits
 
 
-def is_pair(high, low, min_gap):
-    """Whether two rewards make a pair: solved and unsolved, or at least min_gap apart."""
-    return high >= 1 > low if min_gap is None else high > low and high - low > min_gap - 1e-9
-
-
 def trajectory_pairs(trajectories, min_gap):
-    """Returns {task id: [Pair of its trajectories]}, selected by --min_gap, or fails."""
-    groups, graders, tasks = {}, {}, by_task(trajectories)
+    """Returns {task id: [Pair of its trajectories]} of those tasks that have a pair.
+
+    min_gap: see pairs_of. Both trainers learn from these pairs, and measure accuracy on them.
+    """
+    groups, graders = {}, {}
     for t in trajectories:
-        if graders.setdefault(t.task, t.record.get("reward_by")) != t.record.get("reward_by"):
+        names = graders.setdefault(t.task, set())
+        names.add(t.record.get("reward_by"))
+        if not comparable(names):
             add_warning("trajectories are paired by rewards of different graders: grade all "
                         "episodes alike (colbench.py grade)", f"the task {t.task}")
     print_warnings()
-    for (task, _), group in tasks.items():
-        rated = [(t.record["reward"], t.turns()) for t in group]
-        first_solved = [(reward, turns) for reward, turns in rated if reward >= 1][:1]
-        pairs = [Pair(chosen, rejected, gap=high - low)
-                 for high, chosen in (first_solved if min_gap is None else rated)
-                 for low, rejected in rated
-                 if is_pair(high, low, min_gap) and chosen != rejected]
-        if pairs:
+    for (task, _), group in by_task(trajectories).items():
+        if pairs := pairs_of(group, min_gap):
             groups.setdefault(task, []).extend(pairs)
-    if not groups:
-        if not tasks:
-            why = "all are too long for --max_length or --model"
-        elif all(len({t.record["reward"] for t in group}) == 1 for group in tasks.values()):
-            why = ("no task has two that differ in reward: sample more episodes per task with "
-                   "collect.py -k, or collect on easier or harder tasks")
-        elif min_gap is None:
-            why = "no task has both a solved and an unsolved one; try --min_gap 0"
-        else:
-            why = f"no task has two whose rewards differ by {min_gap} or more"
-        n_long = len(trajectories) - sum(map(len, tasks.values()))
-        fail(f"no pairs in {len(trajectories)} trajectories, {n_long} of them too long: {why}")
     return groups
 
 
-def print_pair_accuracy(args, trajectories):
-    """Prints the advantages' accuracy on trajectory pairs of tasks outside the training set."""
-    folder = args.out or args.score
-    trained_on = {*rows_of(folder)[0].get("tasks", ())} if folder and trajectories else ()
-    correct = []  # per pair; 0.5 if the sums are equal
-    for (task, _), group in by_task(trajectories).items():
-        values = [(t.record["reward"], sum(m.fields["advantage"] for m, *_ in t.actions), t.turns())
-                  for t in group if "reward" in t.record and task not in trained_on]
-        correct += [(a > b) + (a == b) / 2 for (high, a, x), (low, b, y) in permutations(values, 2)
-                    if is_pair(high, low, args.min_gap) and x != y]
-    if correct:
-        share = sum(correct) / len(correct)
-        say(f"the advantages order {100 * share:.1f} % of {len(correct)} trajectory pairs "
-            "correctly, on tasks that the critic was not trained on")
-        if share < 2 / 3:
-            say("warning: this is below two thirds; a policy trained on these advantages may get "
-                'worse: try another critic (README, "Trained or untrained critic")')
+def pairs_of(group, min_gap):
+    """Returns [Pair] of trajectories of a task.
+
+    min_gap None: the first solved one with every unsolved one; else any two whose rewards differ by
+    at least min_gap.
+    """
+    rated = [(t.turns(), t.record["reward"]) for t in group]
+    first_solved = [(turns, reward) for turns, reward in rated if reward >= 1][:1]
+    pairs = []
+    for chosen, high in first_solved if min_gap is None else rated:
+        for rejected, low in rated:
+            if min_gap is None:
+                is_pair = low < 1
+            else:
+                is_pair = high > low and high - low > min_gap - 1e-9
+            if is_pair and chosen != rejected:
+                pairs.append(Pair(chosen, rejected, gap=high - low))
+    return pairs
+
+
+def why_no_pairs(trajectories, min_gap):
+    """Returns an error message for trajectories without a pair."""
+    tasks = by_task(trajectories)
+    n_long = len(trajectories) - sum(map(len, tasks.values()))
+    if not tasks:
+        why = "all are too long for --max_length or --model"
+    elif all(len({t.record["reward"] for t in group}) == 1 for group in tasks.values()):
+        why = ("no task has two that differ in reward: sample more episodes per task with "
+               "collect.py -k, or collect on easier or harder tasks")
+    elif min_gap is None:
+        why = "no task has both a solved and an unsolved one; try --min_gap 0"
+    else:
+        why = f"no task has two whose rewards differ by {min_gap} or more"
+    return f"no pairs in {len(trajectories)} trajectories, {n_long} of them too long: {why}"
 
 
 def hold_out(tasks, share, seed):
@@ -792,20 +816,57 @@ def find_model(path, weights=False):
         if rows and "finished" not in rows[-1]:
             raise ValueError("it is an unfinished run; repeat its command to resume it")
         files = {*os.listdir(path)} - {"adapter_model.safetensors"}
+        check_files(path)
         has_weights = any(name.endswith(".safetensors") for name in files)
         if "adapter_config.json" in files and not has_weights:
             raise ValueError("it is an adapter; merge it into its base model (merge_and_unload)")
         config = AutoConfig.from_pretrained(path, trust_remote_code=False)
         tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=False)
-    except (OSError, ValueError) as e:
-        fail(f"no model at {path!r}: {str(e).splitlines()[0]}")
+    except Exception as e:  # transformers raises any error for a file that it can't parse
+        if exhausted_memory(e):
+            raise
+        name = "" if isinstance(e, (OSError, ValueError)) else f"{type(e).__name__}: "
+        fail(f"no model at {path!r}: {name}{(str(e) or repr(e)).splitlines()[0]}")
     if weights and not has_weights:
         fail(f"no weights at {path!r}: only safetensors files are supported")
     if weights and getattr(config, "quantization_config", None):
         fail(f"{path!r} has quantized weights, which are not supported: use the original model")
+    if weights:
+        check_index(path)
     if not tokenizer.chat_template:
         fail(f"the tokenizer of {path!r} has no chat template: use the instruction-tuned model")
     return path, tokenizer, config
+
+
+def check_files(folder):
+    """Fails if a model's file is a pointer of Git LFS, or weights are damaged or incomplete."""
+    for path in chain(*map(Path(folder).glob, [*MODEL_FILES, "*.safetensors"])):
+        with open(path, "rb") as f:
+            refuse_pointer(f.read(100), path)
+        if path.suffix == ".safetensors":
+            with fail_on_error(f"{path} is damaged, or its download is incomplete", parses=True):
+                with safe_open(path, "pt"):  # reads the header, and compares the file's size
+                    pass
+
+
+@functools.cache  # a trainer asks twice for its --model
+def check_index(folder):
+    """Exits if a folder has model.safetensors and, by its index, shards with other weights.
+
+    transformers loads the former, so a stale one would be used instead of the shards.
+    """
+    single = os.path.join(folder, "model.safetensors")
+    files = read_json(single + ".index.json").get("weight_map", {})  # {name of a weight: its shard}
+    if not files or not os.path.exists(single):
+        return
+    with fail_on_error(f"{folder!r} has model.safetensors and an index of other weights, one of "
+                       "which is stale: remove it"), safe_open(single, "pt") as weights:
+        if different := sorted(files.keys() ^ {*weights.keys()}):
+            raise ValueError(f"only one of them has {different[0]}")
+        for name, file in files.items():
+            with safe_open(os.path.join(folder, file), "pt") as shard:
+                if not torch.equal(weights.get_tensor(name), shard.get_tensor(name)):
+                    raise ValueError(f"{name} differs")
 
 
 @functools.cache  # a trainer asks twice for its --model
@@ -849,11 +910,11 @@ def load(path, device="cpu", dtype="fp32", args=None, train=False):
     device = torch.device(device)
     dtype = pick_dtype(dtype, device)
     as_stored = train and dtype != torch.float32  # so that the files are memory-mapped, not copied
-    with fail_on_error(f"the weights in {path!r} can't be read"):
+    with fail_on_error(f"the weights in {path!r} can't be read", parses=True):
         lm, loading_info = AutoModelForCausalLM.from_pretrained(
             path, dtype="auto" if as_stored else dtype, attn_implementation="eager",
             use_safetensors=True, trust_remote_code=False, output_loading_info=True,
-            ignore_mismatched_sizes=True)
+            ignore_mismatched_sizes=True, generation_config=GenerationConfig())
     if wrong := sorted(map(str, chain(*loading_info.values()))):  # missing, unexpected, mismatched
         fail(f"the weights in {path!r} do not match its config.json: {wrong[:3]}")
 
@@ -888,7 +949,7 @@ def load(path, device="cpu", dtype="fp32", args=None, train=False):
         model.float()
     if not args or not args.offload:
         model.to(device)
-    with fail_on_error(f"{path!r} fails on {device} (try --compile 0; DEBUG=1 shows a traceback)"):
+    with fail_on_error(f"{path!r} fails on {device} (try --compile 0)"):
         logps = torch.cat([*score(model, turns, math.inf).values()])
     if not agree(logps, own_logps, model.dtype):
         error = (logps - own_logps).abs().mean()
@@ -905,6 +966,8 @@ def try_trees(model, turns, own_logps):
         model.lm.set_attn_implementation("tree")
         logps, leak = logps_and_leak(model, turns)
     except Exception as e:  # any, such as AttributeError: GPT-2 has no lm.model
+        if exhausted_memory(e):
+            raise
         say(f"warning: tree attention fails: {type(e).__name__}: {e}")
         return False
     # the leak shows whether layers other than attention mix the paths
@@ -987,7 +1050,8 @@ def load_lm(path, device, dtype="fp32"):
 
 def finished_flags(folder, model=None):
     """Returns the flags that a finished critic was trained with; flags.model is pi_ref's path."""
-    with fail_on_error(f"{folder or repr(folder)} is not a finished run of train_critic.py"):
+    with fail_on_error(f"{folder or repr(folder)} is not a finished run of train_critic.py",
+                       parses=True):
         rows = rows_of(folder)
         if not rows:
             raise ValueError("it has no metrics.jsonl of a run")
@@ -1050,6 +1114,107 @@ def save(model, tokenizer, out):
             old = read_json(path)
             if old != {**old, **values}:  # else the file stays as it is
                 path.write_text(json.dumps({**old, **values}, indent=2) + "\n")
+    if model.dtype.itemsize == 2:
+        print_changed_share(out, base)
+
+
+def print_changed_share(out, base):
+    """Prints which share of the weights in `out` differs from those of the base, both folders.
+
+    Training keeps fp32 weights, and rounding to 16 bits undoes changes that are too small. It reads
+    one tensor at a time. Tensors that the base lacks, or has in another shape, are left out.
+    """
+    def files_of(folder):
+        opened = [stack.enter_context(safe_open(path, "pt"))
+                  for path in sorted(Path(folder).glob("*.safetensors"))]
+        return {name: f for f in opened for name in f.keys()}
+
+    changed = total = 0
+    with contextlib.ExitStack() as stack:
+        new, old = files_of(out), files_of(base)
+        for name in new.keys() & old.keys():
+            saved, before = (f[name].get_tensor(name) for f in (new, old))
+            if saved.shape == before.shape:
+                changed += (saved != before.to(saved.dtype)).sum().item()
+                total += saved.numel()
+    if total:
+        say(f"{100 * changed / total:.2f} % of the weights in {out} differ from the base's; the "
+            "others' changes, if any, were too small for 16 bits")
+
+
+# --- the model card, and how to serve a policy ----------------------------------------------------
+
+def example_dialogue(trajectories):
+    """Returns what a program must know to talk with an agent that is trained on trajectories."""
+    first = min(trajectories, key=Trajectory.order).record
+    task, opening = first["task"], []  # opening: the messages before the agent's first
+    for message in first["dialogue_history"]:
+        if message["role"] == "assistant":
+            break
+        opening.append({"role": message["role"], "content": message["content"]})
+    # a demonstration may show the agent what only the critic will see
+    shown = HIDDEN.format(hidden=hidden_information(task))
+    opening[0]["content"] = opening[0]["content"].removeprefix(shown)
+    fields = {"kind": task_kind(task)}
+    if "agent_prompt" in task:
+        fields["agent_prompt"] = task["agent_prompt"]
+    # collect.py's --max_turns; else the most that there are
+    turns = [t.record.get("meta", {}).get("max_turns", len(t.actions)) for t in trajectories]
+    return {"opening": opening, "max_turns": max(turns), "task": fields,
+            "thinking": first.get("meta", {}).get("thinking", 0)}
+
+
+def serving_template(tokenizer, thinking):
+    """Returns a chat template that needs no arguments to write the prompts of training.
+
+    It fixes what a template may take from its caller: the date, and whether the model thinks.
+    """
+    return (f"{{%- set enable_thinking = {str(bool(thinking)).lower()} -%}}\n{STRFTIME_NOW}"
+            f"{tokenizer.get_chat_template()}")
+
+
+def write_card(out, tokenizer):
+    """Writes a policy's serve.j2, and any run's model card, README.md, unless there is one."""
+    if RANK:
+        return
+    rows = rows_of(out)
+    start = [row for row in rows if "args" in row][-1]
+    dialogue = start.get("dialogue")  # of a policy
+    if dialogue:
+        with writing(os.path.join(out, "serve.j2")) as part:
+            template = serving_template(tokenizer, dialogue["thinking"])
+            Path(part).write_text(template, encoding="utf-8")
+    card = os.path.join(out, "README.md")  # which a model hub shows
+    if not os.path.exists(card):
+        with writing(card) as part:
+            lines = run_section(start, last=[row for row in rows if "step" in row][-1])
+            if dialogue:
+                lines += serving_section(dialogue)
+            Path(part).write_text("\n".join(lines), encoding="utf-8", errors="replace")
+
+
+def run_section(start, last):
+    """Returns the first lines of a model card. start, last: rows of metrics.jsonl."""
+    base = start["args"]["model"]
+    hub_name = [] if os.path.isdir(base) else [f"base_model: {base}"]
+    return ["---", *hub_name, "library_name: transformers", "---", "", f"- base: {base}",
+            f"- command: `{shlex.join(start['argv'])}`", f"- code: {start['version']}",
+            f"- pairs_hash: {start['pairs_hash']}", f"- last metrics: `{json.dumps(last)}`", ""]
+
+
+def serving_section(dialogue):
+    """Returns lines of a model card, of an example_dialogue."""
+    n, task = dialogue["max_turns"], dialogue["task"]
+    return ["## Serving", "",
+            f"In training a dialogue has at most {n} messages of the agent, and begins like this "
+            "one:", "", "```json", json.dumps(dialogue["opening"]), "```", "",
+            f"`first_message(task, max_turns={n})` in colbench.py writes such a beginning for a "
+            "task with the fields", "", "```json", json.dumps(task), "```", "",
+            "and its own `problem_description`. `serve.j2` is the chat template as it was in "
+            f"training: it prints the date {TODAY:%d %b %Y}, if it prints one, and thinking is "
+            f"{'on' if dialogue['thinking'] else 'off'}. To serve the model with it, run here:",
+            "", "```bash", "vllm serve . --generation-config vllm --chat-template serve.j2", "```",
+            ""]
 
 
 # --- checkpoints: weights and moments for any number of processes ---------------------------------
@@ -1083,7 +1248,7 @@ def load_checkpoint(model, optimizer, log):
     drop_checkpoints(log.out, keep=log.step)  # a kill may leave others, or partial ones
     if log.step:
         path = os.path.join(log.out, f"checkpoint-{log.step}")
-        with fail_on_error(f"{path} is damaged; choose another --out to start over"):
+        with fail_on_error(f"{path} is damaged; choose another --out to start over", parses=True):
             weights, moments, tensors = training_state(model, optimizer)
             dcp.load(tensors, storage_reader=dcp.HuggingFaceStorageReader(path))
             set_state_dict(model, optimizer, model_state_dict=weights, optim_state_dict=moments,

@@ -23,8 +23,8 @@ metrics instead); and a Trainer class: each script has a loop that you can chang
     python train_critic.py --untrained 1 --model runs/base < in.jsonl > scored.jsonl
 """
 # Parse flags before importing torch, so that --help and flag errors are instant.
-from utils import (Log, flag, from_rank_0, init_distributed, lr_at, machine_flags, open_stdout,
-                   parser, run)
+from utils import (Log, fail, flag, from_rank_0, init_distributed, lr_at, machine_flags,
+                   open_stdout, parser, rows_of, run, say)
 
 import gc
 from itertools import chain
@@ -42,23 +42,26 @@ def get_args(argv=None):
     g = p.add_argument_group("pairs")
     flag(g, "min_gap", None, "default: pair a task's first solved trajectory with every unsolved "
          "one; a number: pair any two whose rewards differ by at least this", kind=float)
-    flag(g, "held_out", 0.1, "share of tasks held out for loss and accuracy", most=1, only="--out")
-    flag(g, "eval_every", 100, "steps between evaluations on held-out tasks", least=1, only="--out")
+    flag(g, "held_out", 0.1, "share of tasks that are not trained on, to measure loss and "
+         "accuracy", most=1, only="with --out")
+    flag(g, "eval_every", 100, "steps between evaluations on held-out tasks", least=1,
+         only="with --out")
     g = p.add_argument_group("objective and optimization")
     flag(g, "ref_context", "hidden", "what pi_ref reads: the hidden information too (eq. 3), or "
-         "only what the agent reads", choices=["hidden", "agent"], only="--out")
-    flag(g, "beta", 0.1, "scale of the reward margin", only="--out")
-    flag(g, "nll_coef", 0.01, "weight of the chosen trajectory's NLL", only="--out")
+         "only what the agent reads", choices=["hidden", "agent"], only="with --out")
+    flag(g, "beta", 0.1, "scale of the reward margin", only="with --out")
+    flag(g, "nll_coef", 0.01, "weight of the chosen trajectory's NLL", only="with --out")
     flag(g, "lr", 2e-7, "peak learning rate; 3%% or 3 steps of warm-up, cosine decay to a tenth",
-         only="--out")
-    flag(g, "batch_size", 8, "pairs per step, over all GPUs", least=1, only="--out")
-    flag(g, "epochs", 4, "passes over the pairs", only="--out")
-    flag(g, "seed", 0, "random seed of the training order and held-out tasks", only="--out")
+         only="with --out")
+    flag(g, "batch_size", 8, "pairs per step, over all GPUs; an epoch's last step has those that "
+         "are left, at the full learning rate", least=1, only="with --out")
+    flag(g, "epochs", 4, "passes over the pairs", least=1, only="with --out")
+    flag(g, "seed", 0, "random seed of the training order and held-out tasks", only="with --out")
     machine_flags(p)
     args = p.parse_args(argv)
     if args.score is not None or args.untrained:
         args.out = None
-    p.refuse_unused(args)
+    p.refuse_unused(args, {"with --out": args.out is not None})
     if args.untrained:
         args.ref_context = "agent"
     return args
@@ -70,10 +73,10 @@ if __name__ == "__main__":
 import torch
 import torch.nn.functional as F
 
-from model import (action_logps, all_batches, finished_flags, held_out_metrics, hold_out, load,
-                   load_checkpoint, mean_loss, model_facts, print_pair_accuracy, read_trajectories,
-                   reference_logps, save, save_checkpoint, score, trajectory_pairs, turns_in,
-                   update)
+from model import (action_logps, all_batches, finished_flags, hold_out, load, load_checkpoint,
+                   mean_loss, model_facts, read_trajectories, reference_logps, save,
+                   save_checkpoint, score, trajectory_pairs, turns_in, update, why_no_pairs,
+                   write_card)
 
 
 # --- the loss -------------------------------------------------------------------------------------
@@ -83,12 +86,16 @@ def advantage(logps, ref_logps):
     return (logps - ref_logps).mean()
 
 
+def trajectory_value(turns, logps, ref_logps):
+    """Returns the value by which eq. 2 ranks trajectories, a scalar: the sum of advantages."""
+    return sum(advantage(logps[turn], ref_logps[turn]) for turn in turns)
+
+
 def critic_loss(args, pair, logps, ref_logps):
     """Returns (loss, margin) of a pair of trajectories, eq. 2. logps, ref_logps: {turn: (L,)}."""
-    def value(trajectory):
-        return sum(advantage(logps[turn], ref_logps[turn]) for turn in trajectory)
-
-    margin = args.beta * (value(pair.chosen) - value(pair.rejected))
+    chosen = trajectory_value(pair.chosen, logps, ref_logps)
+    rejected = trajectory_value(pair.rejected, logps, ref_logps)
+    margin = args.beta * (chosen - rejected)
     nll = -sum(logps[turn].mean() for turn in pair.chosen) / len(pair.chosen)
     return -F.logsigmoid(margin) + args.nll_coef * nll, margin
 
@@ -126,11 +133,15 @@ def train(args, device):
             tokens=model.tokens - tokens_before)
         if held_out and ((step + 1) % args.eval_every == 0 or step + 1 == len(batches)):
             # measured after the update; the training row of this step was measured before it
-            log(step=step, **held_out_metrics(batch_loss, args, model, held_out, ref_logps))
+            logps = score(model, turns_in(held_out), args.tree_tokens)
+            loss, metrics = batch_loss(args, held_out, logps, ref_logps)
+            log(step=step, held_out_loss=loss.item(),
+                **{f"held_out_{name}": value for name, value in metrics.items()})
         if (step + 1) % args.save_every == 0:
             save_checkpoint(model, optimizer, args.out, step + 1)
 
     save(model, tokenizer, args.out)
+    write_card(args.out, tokenizer)
     log.finish()
     return trajectories, model, ref_logps
 
@@ -139,8 +150,9 @@ def score_only(args, device):
     """Loads the critic of --score or --untrained; returns what train() returns."""
     if args.score is not None:
         trained = finished_flags(args.score, args.model if "model" in args.given else None)
-        for name in {"model", "ref_context", "min_gap", "dtype", "max_length"} - {*args.given}:
+        for name in vars(trained).keys() - {*args.given, *Log.MAY_CHANGE}:
             setattr(args, name, getattr(trained, name))
+        args.model = trained.model
     trajectories = []
     ref_turn_of = from_rank_0(lambda: read_stdin(args, trajectories))
     return trajectories, *load_critic(args, args.score, ref_turn_of, device)
@@ -168,9 +180,26 @@ def main(args):
             if action.turn:
                 value = advantage(logps[action.turn], ref_logps[action.turn])
                 action.fields["advantage"] = value.item()
-    print_pair_accuracy(args, trajectories)
+    print_pair_accuracy(args, trajectories, logps, ref_logps)
     for t in trajectories:
         emit(t.record)
+
+
+def print_pair_accuracy(args, trajectories, logps, ref_logps):
+    """Prints the accuracy on the trajectory pairs of tasks that the critic was not trained on."""
+    folder = args.out or args.score
+    trained_on = {*rows_of(folder)[0].get("tasks", ())} if folder and trajectories else ()
+    unseen = [t for t in trajectories if "reward" in t.record and t.task not in trained_on]
+    pairs = [*chain(*trajectory_pairs(unseen, args.min_gap).values())]
+    if not pairs:
+        return
+    _, metrics = batch_loss(args, pairs, logps, ref_logps)
+    kind = "solved/unsolved" if args.min_gap is None else f"at least {args.min_gap} apart"
+    say(f"held-out pair accuracy {100 * metrics['accuracy']:.1f} % ({len(pairs)} pairs {kind}, "
+        f"{len({t.task for t in unseen})} tasks the critic was not trained on)")
+    if metrics["accuracy"] < 2 / 3:
+        say("warning: this is below two thirds; a policy trained on these advantages may get "
+            'worse: try another critic (README, "Trained or untrained critic")')
 
 
 # --- data -----------------------------------------------------------------------------------------
@@ -187,6 +216,8 @@ def prepare(args, trajectories):
     """Reads stdin; returns ({turn: pi_ref's turn}, {training task: [Pair]}, held-out [Pair])."""
     ref_turn_of = read_stdin(args, trajectories, "reward")
     pairs_of = trajectory_pairs(trajectories, args.min_gap)
+    if not pairs_of:
+        fail(why_no_pairs(trajectories, args.min_gap))
     train_tasks, held_tasks = hold_out(pairs_of, args.held_out, args.seed)
     return (ref_turn_of, {task: pairs_of[task] for task in train_tasks},
             [pair for task in held_tasks for pair in pairs_of[task]])

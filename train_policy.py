@@ -32,30 +32,39 @@ def get_args(argv=None):
     flag(p, "loss", "dpo", "training data and objective, see above",
          choices=["dpo", "mtdpo", "rft"])
     g = p.add_argument_group("pairs")
-    flag(g, "pairs_per_turn", 4, "distinct pairs to draw of a turn", least=1, only="--loss dpo")
+    flag(g, "pairs_per_turn", 4, "distinct pairs to draw of a turn", least=1,
+         only="with --loss dpo")
     flag(g, "logprob_weight", 0.0, "rank candidates by advantage + this x the message's log-prob "
-         "when sampled", only="--loss dpo")
-    flag(g, "mix", 0.0, "trajectory pairs (as in mtdpo) per candidate pair", only="--loss dpo")
+         "when sampled", only="with --loss dpo")
+    flag(g, "mix", 0.0, "trajectory pairs (as in mtdpo) per candidate pair",
+         only="with --loss dpo")
     flag(g, "min_gap", None, "default: pair a task's first solved trajectory with every unsolved "
          "one; a number: any two whose rewards differ by at least it", kind=float,
-         only="--loss mtdpo or --mix")
+         only="with --loss mtdpo or --mix")
     flag(g, "held_out", 0.0, "share of the tasks held out to measure loss and accuracy", most=1)
-    flag(g, "eval_every", 100, "steps between evaluations", least=1, only="--held_out")
+    flag(g, "eval_every", 100, "steps between evaluations", least=1, only="with --held_out")
     flag(g, "all", 0, "1: train on unsolved trajectories, too (plain SFT)", choices=[0, 1],
-         only="--loss rft")
+         only="with --loss rft")
     g = p.add_argument_group("objective and optimization")
-    by_pairs = "--loss dpo or --loss mtdpo"
+    by_pairs = "with --loss dpo or mtdpo"
     flag(g, "beta", 0.1, "DPO's beta, the scale of the reward margin", only=by_pairs)
     flag(g, "nll_coef", 0.01, "weight of the chosen side's mean NLL per token", only=by_pairs)
     flag(g, "lr", 2e-7, "peak learning rate; 3%% or 3 steps of warm-up, cosine decay to a tenth")
-    flag(g, "batch_size", None, "pairs per step, over all GPUs; default: 8 as in the paper "
-         "(rft: 32 trajectories)", kind=int, least=1)
+    flag(g, "batch_size", None, "pairs per step, over all GPUs; an epoch's last step has those "
+         "that are left, at the full learning rate; default: 8 as in the paper (rft: 32 "
+         "trajectories)", kind=int, least=1)
     flag(g, "epochs", None, "passes over the pairs; default: 1 as in the paper (mtdpo, rft: 4)",
-         kind=int)
+         kind=int, least=1)
     flag(g, "seed", 0, "random seed of the training order, the pairs and the held-out tasks")
     machine_flags(p)
     args = p.parse_args(argv)
-    p.refuse_unused(args)
+    p.refuse_unused(args, {
+        "with --out": True,
+        "with --held_out": args.held_out > 0,
+        "with --loss dpo": args.loss == "dpo",
+        "with --loss dpo or mtdpo": args.loss in ("dpo", "mtdpo"),
+        "with --loss mtdpo or --mix": args.loss == "mtdpo" or args.mix > 0,
+        "with --loss rft": args.loss == "rft"})
     if args.batch_size is None:
         args.batch_size = 32 if args.loss == "rft" else 8
     if args.epochs is None:
@@ -70,9 +79,9 @@ import torch
 import torch.nn.functional as F
 
 from model import (Pair, Trajectory, action_logps, all_batches, base_digest, by_task,
-                   held_out_metrics, hold_out, load, load_checkpoint, mean_loss, model_facts,
+                   example_dialogue, hold_out, load, load_checkpoint, mean_loss, model_facts,
                    read_trajectories, save, save_checkpoint, score, trajectory_pairs, turns_in,
-                   update)
+                   update, why_no_pairs, write_card)
 
 
 # --- the loss -------------------------------------------------------------------------------------
@@ -93,11 +102,20 @@ def dpo_loss(args, pair, logps, ref_logps):
 
 
 def batch_loss(args, pairs, logps, ref_logps):
-    """Returns (mean loss over the pairs, metrics). For rft, returns (mean NLL per token, {})."""
+    """Returns (mean loss over the pairs, metrics). For rft, returns (mean NLL per token, {}).
+
+    The metrics chosen_change and rejected_change are means over the pairs of log pi - log pi_ref of
+    a side, in nats: by how much training has changed the log-prob of its messages.
+    """
     if args.loss == "rft":
         chosen = [joined_logps(pair.chosen, logps) for pair in pairs]
         return -sum(x.sum() for x in chosen) / sum(map(len, chosen)), {}
-    return mean_loss(dpo_loss(args, pair, logps, ref_logps) for pair in pairs)
+    loss, metrics = mean_loss(dpo_loss(args, pair, logps, ref_logps) for pair in pairs)
+    for side in "chosen", "rejected":
+        changes = [(logps[turn] - ref_logps[turn]).sum().item()
+                   for pair in pairs for turn in getattr(pair, side)]
+        metrics[f"{side}_change"] = sum(changes) / len(pairs)
+    return loss, metrics
 
 
 # --- training -------------------------------------------------------------------------------------
@@ -105,9 +123,9 @@ def batch_loss(args, pairs, logps, ref_logps):
 def main(args):
     emit, device = open_stdout(), init_distributed()
     log = Log(args)
-    groups, held_out = from_rank_0(lambda: prepare(args))
+    groups, held_out, dialogue = from_rank_0(lambda: prepare(args))
     batches = all_batches(groups, args.batch_size, args.epochs, args.seed)
-    log.begin(groups, held_out, len(batches), **model_facts(args, device))
+    log.begin(groups, held_out, len(batches), dialogue=dialogue, **model_facts(args, device))
     summary = {"summary": "train_policy", "out": args.out, "steps": len(batches)}
     if log.finished:
         return emit(summary)
@@ -130,11 +148,15 @@ def main(args):
             tokens=model.tokens - tokens_before)
         if held_out and ((step + 1) % args.eval_every == 0 or step + 1 == len(batches)):
             # measured after the update; the training row of this step was measured before it
-            log(step=step, **held_out_metrics(batch_loss, args, model, held_out, ref_logps))
+            logps = score(model, turns_in(held_out), args.tree_tokens)
+            loss, metrics = batch_loss(args, held_out, logps, ref_logps)
+            log(step=step, held_out_loss=loss.item(),
+                **{f"held_out_{name}": value for name, value in metrics.items()})
         if (step + 1) % args.save_every == 0:
             save_checkpoint(model, optimizer, args.out, step + 1)
 
     save(model, tokenizer, args.out)
+    write_card(args.out, tokenizer)
     log.finish()
     emit(summary)
 
@@ -142,27 +164,35 @@ def main(args):
 # --- pairs ----------------------------------------------------------------------------------------
 
 def prepare(args):
-    """Reads stdin, and returns ([[Pair]] to train on, [Pair] held out). See make_groups."""
+    """Reads stdin; returns ([[Pair]] to train on, [Pair] held out, an example_dialogue)."""
     needs_reward = args.loss == "mtdpo" or args.mix > 0 or (args.loss == "rft" and not args.all)
     fields = ["reward"] if needs_reward else []
     trajectories = read_trajectories(args, *fields, pi_reads_c=False, ref_reads_c=False)
     groups = [(task, pairs) for task, pairs in make_groups(args, trajectories) if pairs]
     if not groups:
-        candidates = [c for t in trajectories for _, *actions in t.actions for c in actions]
-        if args.loss == "rft" and by_task(trajectories):
-            why = "no trajectory is solved (--all 1 trains on all of them)"
-        elif args.loss == "rft" or candidates and not any(c.turn for c in candidates):
-            why = "all are too long for --max_length or --model"
-        elif not candidates:
-            why = "there are no candidates (collect.py --candidates 16; --loss mtdpo needs none)"
-        elif not any("advantage" in c.fields for c in candidates):
-            why = "no candidate has an advantage, as train_critic.py adds it"
-        else:
-            why = "no turn has two candidates of different scores, the better one complete"
-        fail(f"nothing to train on in {len(trajectories)} records: {why}")
+        fail(why_no_groups(args, trajectories))
     held_out = {*hold_out(dict(groups), args.held_out, args.seed)[1]}  # task ids
     return ([pairs for task, pairs in groups if task not in held_out],
-            [pair for task, pairs in groups if task in held_out for pair in pairs])
+            [pair for task, pairs in groups if task in held_out for pair in pairs],
+            example_dialogue(trajectories))
+
+
+def why_no_groups(args, trajectories):
+    """Returns an error message for records of which make_groups makes no pair."""
+    if args.loss == "mtdpo":
+        return why_no_pairs(trajectories, args.min_gap)
+    candidates = [c for t in trajectories for _, *actions in t.actions for c in actions]
+    if args.loss == "rft" and by_task(trajectories):
+        why = "no trajectory is solved (--all 1 trains on all of them)"
+    elif args.loss == "rft" or candidates and not any(c.turn for c in candidates):
+        why = "all are too long for --max_length or --model"
+    elif not candidates:
+        why = "there are no candidates (collect.py --candidates 16; --loss mtdpo needs none)"
+    elif not any("advantage" in c.fields for c in candidates):
+        why = "no candidate has an advantage, as train_critic.py adds it"
+    else:
+        why = "no turn has two candidates of different scores, the better one complete"
+    return f"nothing to train on in {len(trajectories)} records: {why}"
 
 
 def make_groups(args, trajectories):
@@ -185,6 +215,8 @@ def make_groups(args, trajectories):
     if args.mix:
         n_pairs = args.mix * sum(len(pairs) for _, pairs in groups)
         by_reward = [*trajectory_pairs(trajectories, args.min_gap).items()]
+        if not by_reward:
+            fail(f"--mix: {why_no_pairs(trajectories, args.min_gap)}")
         rng("mix", args.seed).shuffle(by_reward)
         for task, pairs in cycle(by_reward):  # whole tasks, repeated until there are n_pairs
             if n_pairs <= 0:

@@ -5,6 +5,7 @@ experiment trackers, because each run's metrics are a file (wandb.diff also send
 """
 import argparse
 import contextlib
+import errno
 import fcntl
 import filecmp
 import functools
@@ -14,14 +15,17 @@ import json
 import marshal
 import math
 import os
+import pickle
 import platform
 import random
-import shlex
+import re
 import shutil
 import signal
 import subprocess
 import sys
 import time
+import traceback
+from collections import Counter
 from datetime import timedelta
 from importlib.metadata import PackageNotFoundError, version as package_version
 from itertools import chain
@@ -32,6 +36,12 @@ HERE = os.path.dirname(os.path.abspath(__file__))
 RANK = int(os.environ.get("RANK") or 0)  # torchrun sets both; without it this is rank 0 of 1
 WORLD = int(os.environ.get("WORLD_SIZE") or 1)
 WARNINGS = {}  # {what: [example]}
+# Errors that mean a mistake in code, such as in an edit, and not bad data. RuntimeError: torch
+# raises it for tensors that do not fit together.
+CODE_ERRORS = (NameError, AttributeError, TypeError, LookupError, AssertionError, ArithmeticError,
+               RuntimeError)
+LOWER_FOR_MEMORY = "tree_tokens", "max_batch_tokens", "concurrency"
+SHOWN = set()  # (file, line) of the errors whose traceback show_traceback has printed
 # {variable: its value if srun or mpirun started one process}; SLURM_NTASKS is also a batch script's
 SINGLE = {"SLURM_PROCID": 0, "SLURM_STEP_NUM_TASKS": 1, "OMPI_COMM_WORLD_SIZE": 1, "PMI_SIZE": 1}
 if WORLD > 1:  # a slow import, needed only to communicate
@@ -50,16 +60,15 @@ class Parser(argparse.ArgumentParser):
         args.given = {name: self.get_default(name) for name in names}
         return args
 
-    def refuse_unused(self, args):
-        """Exits if a flag is given whose condition `only` does not hold: see flag()."""
-        def holds(condition):  # "--loss dpo", or "--mix" for any value but 0 and None
-            name, _, value = condition.removeprefix("--").partition(" ")
-            return str(getattr(args, name)) == value if value else getattr(args, name)
+    def refuse_unused(self, args, holds):
+        """Exits if a flag is given that has no effect. holds: {a flag's `only`: whether it is so}.
 
+        Every `only` of this parser's flags must be in `holds`.
+        """
         for action in self._actions:
             only = getattr(action, "only", None)
-            if only and action.dest in args.given and not any(map(holds, only.split(" or "))):
-                self.error(f"--{action.dest} has an effect only with {only}")
+            if only and not holds[only] and action.dest in args.given:
+                self.error(f"--{action.dest} has an effect only {only}")
 
     def error(self, message):
         if RANK:
@@ -99,9 +108,10 @@ def end_after_rank_0(message):
 def flag(p, name, default, text, kind=str, least=0, most=math.inf, only=None, **more):
     """Adds a flag of its default's type, else `kind`; numbers must be in [least, most].
 
-    only: where it has an effect, such as "--loss mtdpo or --mix": one of these must hold.
+    only: where it has an effect, such as "with --loss dpo": for --help and refuse_unused().
     """
-    text += f" (with {only})" if only and only != "--out" else ""
+    if only:
+        text += f" ({only})"
     if default is not None:
         kind, text = type(default), text + " [%(default)s]"
 
@@ -125,13 +135,13 @@ def machine_flags(p):
     flag(g, "dtype", "auto", "auto: bf16 on a GPU, fp32 on a CPU; master weights are fp32",
          choices=["auto", "bf16", "fp32"])
     flag(g, "recompute", None, "1: activation checkpointing, a fifth slower; default: 1 on a GPU",
-         kind=int, choices=[0, 1], only="--out")
+         kind=int, choices=[0, 1], only="with --out")
     flag(g, "compile", None, "1: torch.compile the layers and the head; default: 1 on a GPU",
          kind=int, choices=[0, 1])
     flag(g, "offload", 0, "1: keep weights and optimizer state in CPU memory", choices=[0, 1])
     g = p.add_argument_group("input and --out")
     flag(g, "max_length", 16384, "skip turns with more tokens than this, prompt included")
-    flag(g, "save_every", 100, "steps between checkpoints", least=1, only="--out")
+    flag(g, "save_every", 100, "steps between checkpoints", least=1, only="with --out")
 
 
 # --- messages and errors --------------------------------------------------------------------------
@@ -144,8 +154,14 @@ def inline(message):
 def say(message):
     """Prints one line to stderr, on rank 0 only."""
     if RANK == 0:
-        write = tqdm.write if sys.stderr.isatty() else print  # keeps progress bars intact
-        write(inline(message) + "\n", file=sys.stderr, end="")  # one write, so lines do not mix
+        print_to_stderr(inline(message))
+
+
+def print_to_stderr(text):
+    """Prints lines to stderr by a single write, so that those of several processes do not mix."""
+    write = tqdm.write if sys.stderr.isatty() else print  # keeps progress bars intact
+    with contextlib.suppress(OSError):  # a full disk under stderr must not end the work
+        write(text + "\n", file=sys.stderr, end="")
 
 
 def fail(message):
@@ -166,19 +182,88 @@ def print_warnings():
 
 
 @contextlib.contextmanager
-def fail_on_error(what):
-    """Turns an exception inside into the message "error: WHAT: reason"; DEBUG=1: a traceback."""
+def fail_on_error(what, parses=False):
+    """Turns an exception inside into the message "error: WHAT: reason".
+
+    A code error (CODE_ERRORS) also shows its traceback, unless the code inside `parses` a file or
+    reply of others, where bad data raises such errors, too. Out of memory: see memory_errors.
+    """
     try:
         yield
     except (SystemExit, GeneratorExit):
         raise
     except BaseException as e:  # torch's CheckpointException does not subclass Exception
-        if os.environ.get("DEBUG"):
+        if exhausted_memory(e):
             raise
+        if not parses:
+            show_traceback(e)
         last_line = str(e).strip().rpartition("\n")[2].strip()
-        if isinstance(e, (NameError, AttributeError, TypeError, LookupError)):  # a bug in an edit?
-            last_line = f"{type(e).__name__}: {last_line} (DEBUG=1 shows where)"
+        if isinstance(e, CODE_ERRORS):
+            last_line = f"{type(e).__name__}: {last_line}"
         fail(f"{what}: {getattr(e, 'strerror', None) or last_line or type(e).__name__}")
+
+
+def show_traceback(e):
+    """Prints the traceback of a code error, on any rank, but only one per line of code."""
+    frames = traceback.extract_tb(e.__traceback__)
+    place = frames[-1].filename, frames[-1].lineno
+    if not isinstance(e, CODE_ERRORS) or place in SHOWN:
+        return
+    SHOWN.add(place)
+    text = "Traceback (most recent call last):\n" + "".join(traceback.format_list(frames))
+    print_to_stderr(text + inline(f"{type(e).__name__}: {e}"))
+
+
+def exhausted_memory(e):
+    """Returns what an error says is exhausted, such as "GPU memory", or None for other errors."""
+    text = str(e)
+    if isinstance(e, MemoryError) or getattr(e, "errno", None) == errno.ENOMEM:
+        return "CPU memory"
+    if not isinstance(e, RuntimeError):
+        return None
+    if "DefaultCPUAllocator" in text or "Cannot allocate memory" in text:
+        return "CPU memory"
+    if "can't start new thread" in text:
+        return "CPU memory or threads"
+    if "out of memory" in text or "ALLOC_FAILED" in text:  # torch's, cuBLAS', cuDNN's, NCCL's
+        return "GPU memory"
+    return None
+
+
+@contextlib.contextmanager
+def memory_errors(args):
+    """Turns running out of memory into one message: which memory, where, and which flags help.
+
+    Also if this happened to another rank, which has ended, so that communication fails here.
+    """
+    try:
+        yield
+    except Exception as e:
+        if WORLD > 1 and "closed by peer" in str(e):  # gloo's words
+            fail("another rank has ended: see its error")
+        memory = exhausted_memory(e)
+        if not memory:
+            raise
+        where = ""  # the last function of the scripts in the traceback, except in this file
+        for frame in traceback.extract_tb(e.__traceback__):
+            folder, file = os.path.split(os.path.abspath(frame.filename))
+            if folder == HERE and file != "utils.py":
+                where = f" in {frame.name} ({file})"
+        asked = re.search(r"ried to allocate ([\d.]+ \w+)", str(e))
+        wanted = f", which tried to allocate {asked[1]}" if asked else ""
+        fail(f"out of {memory}{where}{wanted}{memory_advice(vars(args), memory)}")
+
+
+def memory_advice(flags, memory):
+    """Returns ": try ..." with the flags that save memory. flags: {name: value} of the script."""
+    on_gpu = memory == "GPU memory"
+    advice = [f"a lower --{name} (now {flags[name]})" for name in LOWER_FOR_MEMORY if name in flags]
+    recompute = flags.get("recompute")
+    if flags.get("out") and (recompute == 0 or recompute is None and not on_gpu):
+        advice.append("--recompute 1")
+    if on_gpu and flags.get("offload") == 0:
+        advice += ["--offload 1", "more GPUs"]
+    return f": try {', '.join(advice)}" if advice else ""
 
 
 @contextlib.contextmanager
@@ -201,24 +286,53 @@ def writing(path):
             raise
 
 
-def progress(label, items=None, total=None, initial=0):
-    """Returns a tqdm bar, over items or updated by hand, that only rank 0 shows."""
-    every, form = 0.1, None
+def progress(label, items=None, total=None, initial=0, estimates=True):
+    """Returns a tqdm bar, over items or updated by hand, that only rank 0 shows.
+
+    estimates: whether tqdm estimates the time left; else the caller does, as the bar's postfix.
+    """
+    every, form = 0.1, None if estimates else "{l_bar}{bar}| {n_fmt}/{total_fmt}{postfix}"
     if not sys.stderr.isatty():  # a line every 10 seconds instead of a bar
-        every, form = 10, "{desc}: {n_fmt} of {total_fmt}, {remaining} left{postfix}\n"
+        left = ", {remaining} left" if estimates else ""
+        every, form = 10, "{desc}: {n_fmt} of {total_fmt}" + left + "{postfix}\n"
     return tqdm(items, total=total, initial=initial, desc=label, disable=RANK > 0,
-                leave=bool(form), mininterval=every, delay=every, bar_format=form,
+                leave=every == 10, mininterval=every, delay=every, bar_format=form,
                 file=sys.stderr, position=0)
 
 
 # --- the program and its signals ------------------------------------------------------------------
 
-def run(main, args):
-    """Calls main(args). Ctrl-C kills it by SIGINT: no traceback, and a shell's loop stops, too."""
+def open_standard_streams():
+    """Opens /dev/null in place of closed standard streams, so that no file gets their numbers.
+
+    If stdout is closed, sys.stdout stays None, and open_stdout exits.
+    """
+    for fd in range(3):
+        try:
+            os.fstat(fd)
+        except OSError:  # it is closed, so it is the number of the next file
+            os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)
+    sys.stdin = sys.stdin or open(0)
+    sys.stderr = sys.stderr or open(2, "w")
+
+
+def end_at_ctrl_c():
+    """Lets Ctrl-C kill this process by SIGINT: no traceback, and a shell's loop stops, too."""
     if signal.getsignal(signal.SIGINT) == signal.default_int_handler:  # not ignored, as after a &
         signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
+open_standard_streams()
+if os.path.dirname(os.path.abspath(sys.argv[0])) == HERE:  # one of the scripts is run
+    end_at_ctrl_c()  # already now, since libraries take seconds to load
+
+
+def run(main, args):
+    """Calls main(args), which Ctrl-C kills."""
+    end_at_ctrl_c()
     try:
-        main(args)
+        with memory_errors(args):
+            main(args)
     except SystemExit as e:
         if RANK:
             end_after_rank_0(e.code)
@@ -230,7 +344,22 @@ def run(main, args):
                 torch.distributed.destroy_process_group()  # prevents a warning of NCCL
 
 
-# --- JSON lines -----------------------------------------------------------------------------------
+# --- JSON lines and other input -------------------------------------------------------------------
+
+def api_key(variable):
+    """Returns the API key in an environment variable, without spaces around it, or "none"."""
+    key = os.environ.get(variable, "").strip() or "none"
+    if wrong := [c for c in key if not "!" <= c <= "~"]:
+        fail(f"the API key in {variable} has the character {wrong[0]!r}, which no key has: copy it "
+             "again")
+    return key
+
+
+def refuse_pointer(start, path):
+    """Exits if a file, of which these are the first bytes, is a pointer of Git LFS."""
+    if start.startswith(b"version https://git-lfs"):
+        fail(f"{path} is only a pointer of Git LFS: run `git lfs pull` in the clone it is from")
+
 
 def finite(text):
     """Parses a JSON number; raises ValueError for NaN, Infinity and 1e999."""
@@ -239,34 +368,72 @@ def finite(text):
     return float(text)
 
 
+def unique_keys(pairs):
+    """Returns the dict of a JSON object's [(key, value)]; ValueError if a key comes twice."""
+    values = dict(pairs)
+    if len(values) < len(pairs):
+        [(key, count)] = Counter(key for key, _ in pairs).most_common(1)
+        raise ValueError(f"the key {key!r} occurs {count} times in one object; keep one of them")
+    return values
+
+
+def parse_json(text):
+    """Returns the value of a JSON text; ValueError for NaN, 1e999 or a key that occurs twice."""
+    return json.loads(text, object_pairs_hook=unique_keys, parse_float=finite,
+                      parse_constant=finite)
+
+
+def private_copy(data):
+    """Returns a deep copy of JSON data, for the user's code, which may change what it gets.
+
+    pickle is five times as fast as copy.deepcopy.
+    """
+    return pickle.loads(pickle.dumps(data))
+
+
+def read_lines(stream, name="stdin"):
+    """Yields (number, line) of each line but blank ones; exits if there is none.
+
+    Lines are bytes, and may not be UTF-8.
+    """
+    is_empty = True
+    if stream is sys.stdin and stream.isatty():
+        say("reading records from the terminal; for a file use < FILE, and Ctrl-D ends the input")
+    for number, line in enumerate(getattr(stream, "buffer", stream), 1):
+        if line.strip():
+            refuse_pointer(line, name)
+            is_empty = False
+            yield number, line
+    if is_empty:
+        fail(f"{name} is empty; did the previous stage fail?")
+
+
 def read_jsonl(stream, name="stdin"):
     """Yields (place, object) of each line but blank ones; a line that is not JSON is an error."""
-    place = None  # such as "stdin, line 3"
-    for number, line in enumerate(getattr(stream, "buffer", stream), 1):  # bytes, may not be UTF-8
-        if not line.strip():
-            continue
+    for number, line in read_lines(stream, name):
         place = f"{name}, line {number}"
         try:
-            record = json.loads(line, parse_float=finite, parse_constant=finite)
+            record = parse_json(line)
             if b"\\ud" in line.lower() or b"\xed" in line:  # it may hold a surrogate
                 # replace lone surrogates, which a model may sample: UTF-8 can't encode them
                 text = json.dumps(record, ensure_ascii=False).encode("utf-16", "surrogatepass")
-                record = json.loads(text.decode("utf-16", "replace"))
+                record = parse_json(text.decode("utf-16", "replace"))
         except (ValueError, RecursionError) as e:
             fail(f"{place}: not JSON ({e}); every line must be one JSON object")
         if not isinstance(record, dict):
             fail(f"{place}: not a JSON object")
         yield place, record
-    if not place:
-        fail(f"{name} is empty; did the previous stage fail?")
 
 
 def open_stdout():
     """Reserves stdout for records, and returns emit(record), which writes a line of JSON.
 
     Redirects library prints to stderr, so call this before they load. Only rank 0 writes. Exits if
-    stdout can't be written, silently if its reader has closed it (`| head`).
+    stdout is closed or can't be written; if its reader has closed it (`| head`), silently and by
+    SIGPIPE, as other programs do, so that a pipe with `set -o pipefail` fails.
     """
+    if sys.stdout is None:
+        fail("stdout is closed; redirect it to a file or a pipe")
     stdout = open(os.dup(1), "w", encoding="ascii")
     os.dup2(2, 1)
 
@@ -278,8 +445,9 @@ def open_stdout():
             stdout.flush()
         except ValueError:
             fail("a result is NaN or infinite; check the weights of the model")
-        except BrokenPipeError:
-            os._exit(0)  # immediately, since an event loop would report an exception
+        except BrokenPipeError:  # Python ignores SIGPIPE, so that a closed socket is an exception
+            signal.signal(signal.SIGPIPE, signal.SIG_DFL)
+            signal.raise_signal(signal.SIGPIPE)
         except OSError as e:
             say(f"error: stdout: {e.strerror}")
             os._exit(1)
@@ -345,7 +513,7 @@ def from_rank_0(make):
 # --- the --out directory of a run -----------------------------------------------------------------
 
 class Log:
-    """A run in --out: locks it, and writes metrics.jsonl, copies of the scripts and a model card.
+    """A run in --out: locks it, and writes metrics.jsonl and copies of the scripts.
 
     A new run starts at `step` 0. A run that --out holds must have the same scripts, flags and data:
     it resumes at the `step` of its last checkpoint, or is only read if it is `finished`. The first
@@ -385,7 +553,8 @@ class Log:
             fcntl.flock(self.lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         if not set(os.listdir(out)) - {"metrics.jsonl.part"}:
             return [], 0  # new, or killed before its first row
-        with fail_on_error(f"{self.path} is damaged; choose another --out to start over"):
+        with fail_on_error(f"{self.path} is damaged; choose another --out to start over",
+                           parses=True):
             rows = rows_of(out)
         if not rows:
             fail(f"--out {out} exists and is not a run: choose another")
@@ -459,19 +628,7 @@ class Log:
             say(f"{self.what}: {', '.join(f'{name} {value}' for name, value in row.items())}")
 
     def finish(self):
-        """Adds a model card and the last row; removes the checkpoints, as the model is in --out."""
-        card = os.path.join(self.out, "README.md")  # which a model hub shows
-        if RANK == 0 and not os.path.exists(card):
-            rows = rows_of(self.out)
-            start = [row for row in rows if "args" in row][-1]
-            last = [{}, *(row for row in rows if "step" in row)][-1]
-            model = self.args.model
-            base = "" if os.path.isdir(model) else f"base_model: {model}\n"
-            with writing(card) as part, open(part, "w", encoding="utf-8", errors="replace") as f:
-                f.write(f"---\n{base}library_name: transformers\n---\n\n- base: {model}\n"
-                        f"- command: `{shlex.join(start['argv'])}`\n- code: {start['version']}\n"
-                        f"- pairs_hash: {start['pairs_hash']}\n"
-                        f"- last metrics: `{json.dumps(last)}`\n")
+        """Adds the last row, and removes the checkpoints, as the model is in --out."""
         self(finished=self.step)
         drop_checkpoints(self.out)
 
@@ -525,14 +682,27 @@ def digest(x):
     return hashlib.sha256(marshal.dumps(x, 2)).hexdigest()[:16]
 
 
+def commit():
+    """Returns the commit of these scripts, with "-dirty" if files have changed since.
+
+    It is "unknown" for scripts that git does not track, whatever repo is around them; but for a
+    run's copies, "copy of COMMIT" names the commit that the run began with.
+    """
+    git = functools.partial(subprocess.run, cwd=HERE, capture_output=True, text=True)
+    with contextlib.suppress(OSError):  # git may not be installed
+        if git(["git", "ls-files", "--error-unmatch", os.path.basename(__file__)]).returncode == 0:
+            return git(["git", "describe", "--always", "--dirty"]).stdout.strip() or "unknown"
+    rows = rows_of(HERE)  # [] unless these are the copies of a run
+    if not rows:
+        return "unknown"
+    original = rows[0]["version"].partition(",")[0]
+    return "copy of " + original.removeprefix("copy of ")
+
+
 @functools.cache
 def version():
-    """Returns the commit (with "-dirty", or "unknown" outside git) and the package versions."""
-    commit = ""
-    with contextlib.suppress(OSError):  # git may not be installed
-        commit = subprocess.run(["git", "-C", HERE, "describe", "--always", "--dirty"],
-                                capture_output=True, text=True).stdout.strip()
-    parts = [commit or "unknown", f"python {platform.python_version()}"]
+    """Returns the commit of these scripts (see commit) and the package versions."""
+    parts = [commit(), f"python {platform.python_version()}"]
     for package in ("torch", "transformers", "vllm", "flash-attn"):
         with contextlib.suppress(PackageNotFoundError):
             parts.append(f"{package} {package_version(package)}")

@@ -54,28 +54,23 @@ async def without_barriers(runner, jobs, batch):
 
 
 async def lock_step(runner, jobs, batch):
-    records = []
+    episodes = []
     for start in range(0, len(jobs), batch):
-        running = [(task, [colbench.first_message(task, runner.args.max_turns)])
+        running = [colbench.Episode(task, runner.args.max_turns)
                    for task in jobs[start:start + batch]]
-        for turn in range(runner.args.max_turns):
+        episodes += running
+        while running:
             messages = await asyncio.gather(*(
-                runner.next_message(task, history, (0, task["id"], task["sample"], turn))
-                for task, history in running))
-            unanswered = []
-            for (task, history), message in zip(running, messages):
-                last = turn == runner.args.max_turns - 1
-                message["content"], answer = colbench.read_action(message["output"], last)
-                history.append(message)
-                if answer is None:
-                    unanswered.append((task, history))
-                else:
-                    records.append({"sample": task["sample"], "dialogue_history": history})
-            running = unanswered
-            replies = await asyncio.gather(*(runner.human_reply(*episode) for episode in running))
-            for (_, history), reply in zip(running, replies):
-                history.append({"role": "user", "content": reply})
-    return records
+                runner.next_message(e.task, e.history, (0, e.task["id"], e.task["sample"], e.turn))
+                for e in running))
+            for episode, message in zip(running, messages):
+                episode.act(message)
+            running = [episode for episode in running if not episode.ended]
+            replies = await asyncio.gather(*(runner.human_reply(e.task, e.history)
+                                             for e in running))
+            for episode, reply in zip(running, replies):
+                episode.reply(reply)
+    return [{"sample": e.task["sample"], **e.fields()} for e in episodes]
 
 
 def compare(args, flags, tasks):

@@ -191,7 +191,7 @@ def read_by(given, trainer, *flags):
     args = trainer.get_args([*map(str, flags), "--out", "x"])
     with stdin_of(given):
         if trainer.__name__ == "train_policy":
-            return trainer.prepare(args)
+            return trainer.prepare(args)[:2]
         _, pairs_of, held_out = trainer.prepare(args, [])
         return list(pairs_of.values()), held_out
 
@@ -283,8 +283,9 @@ def nucleus(logps, top_p):
 
 @pytest.fixture(autouse=True)
 def no_warnings():
-    """No test finds the warnings about data that another one has left."""
+    """No test finds the warnings about data, or the tracebacks, that another one has left."""
     utils.WARNINGS.clear()
+    utils.SHOWN.clear()
 
 
 @pytest.fixture(scope="session")
@@ -317,6 +318,7 @@ def task(reference, *tests):
 
 DOUBLE = task("def f(x):\n    return x * 2", "f(1)", "f(2)", "f(3)", "f(4)")
 HONEST = "def f(x):\n    return x + x"  # a right answer to it
+PYTHON = "Python %d.%d" % sys.version_info[:2]  # which the names of graders end with
 
 
 @pytest.fixture
@@ -377,12 +379,16 @@ def collected(tasks, tiny_dir):
 
 @pytest.fixture
 def playing(tiny_dir, monkeypatch, capsys):
-    """Runs collect.py of tiny_dir here: playing(given, *flags) -> (records, stderr, its end)."""
+    """Runs collect.py here, of tiny_dir unless flags have an --agent.
+
+    playing(given, *flags) -> (records, stderr, its end)
+    """
     import collect  # slow to load
     def run(given, *flags):
         written, end = [], None
         monkeypatch.setattr(collect, "open_stdout", lambda: lambda r: written.append(json.dumps(r)))
-        args = collect.get_args(["--model", tiny_dir, *HUMAN, *map(str, flags)])
+        model = [] if "--agent" in flags else ["--model", tiny_dir]
+        args = collect.get_args([*model, *HUMAN, *map(str, flags)])
         try:
             with stdin_of(given):
                 collect.main(args)

@@ -189,8 +189,6 @@ def plan(args, gpus, config, batches, ref_turns, critic_turns=()):
 
     ref_turns, critic_turns: the turns that pi_ref and the learned critic score.
     """
-    if not batches:
-        fail("the run has no steps; try a higher --epochs")
     model = meta_model(config)
     trained, frozen = map(numel, trained_and_frozen(model.parameters()))
 
@@ -235,7 +233,7 @@ def read_stdin(name, args):
         groups = list(pairs_of.values())
         ref_turns, critic_turns = list(ref_turn_of.values()), list(ref_turn_of)
     else:
-        groups, held = trainer.prepare(args)
+        groups, held, _ = trainer.prepare(args)
         critic_turns = []
         ref_turns = turns_in(chain(*groups, held)) if args.loss != "rft" else []
     return find_model(args.model)[2], groups, ref_turns, critic_turns
@@ -265,7 +263,8 @@ def human_plan(flags):
         for t, message in enumerate(history):
             if message["role"] == "user" and t and history[t - 1]["role"] == "assistant":  # a reply
                 request = [{"role": "user", "content": human_prompt(task, history[:t])}]
-                with fail_on_error("--human_model's chat template rejects the human's prompt"):
+                with fail_on_error("--human_model's chat template rejects the human's prompt",
+                                   parses=True):
                     read += count(tokenizer.apply_chat_template(
                         request, tokenize=False, add_generation_prompt=True))
                 written += count(message["content"]) + 1  # with the end token

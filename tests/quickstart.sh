@@ -26,11 +26,11 @@ trap finish EXIT
 
 step "installing into .venv (torch's CPU build unless there is an NVIDIA GPU)"
 python3 -m venv .venv && . .venv/bin/activate
-index=https://download.pytorch.org/whl/cpu
-if ! command -v nvidia-smi > /dev/null && curl -sfI --max-time 20 $index/torch/ > /dev/null; then
-    pip install -q torch==2.13.0 --index-url $index
+cpu=https://download.pytorch.org/whl/cpu index=
+if ! command -v nvidia-smi > /dev/null && curl -sfI --max-time 20 $cpu/torch/ > /dev/null; then
+    index="--extra-index-url $cpu"   # whose torch 2.13.0+cpu comes before PyPI's 2.13.0
 fi
-pip install -q -r requirements.txt
+pip install -q -r requirements.txt $index
 
 # The programs, with what all calls share. The human is a script, tests/toy.py.
 episodes() {   # of tasks (stdin), graded by the hidden tests
@@ -62,30 +62,38 @@ python tests/toy.py tasks --n $N --seed $SEED > $R/train-tasks.jsonl
 python tests/toy.py tasks --n $N --split test > $R/tasks.jsonl   # the same for all seeds
 
 step "the agent: a tiny Llama, fine-tuned on $DEMOS demonstrations"
-python tests/toy.py model --seed $SEED --out $R/tiny
-python tests/toy.py demos --n $DEMOS --seed $SEED |
-    policy --loss rft --all 1 --model $R/tiny --lr 3e-3 --out $R/base > /dev/null
+beside python tests/toy.py model --seed $SEED --out $R/tiny
+python tests/toy.py demos --n $DEMOS --seed $SEED > $R/demos.jsonl
+wait_for_all
+policy --loss rft --all 1 --model $R/tiny --lr 3e-3 --out $R/base < $R/demos.jsonl > /dev/null
 
-step "episodes of the agent: training data, and its test"
-beside try base
+step "episodes of the agent: training data"
 explore base train
 
 step "SWEET-RL: stage 1 trains the critic and scores every message, stage 2 trains the policy;"
-step "beside it a rival: the agent fine-tuned on the episodes that it solved (RFT)"
+step "beside it the agent's test, and a rival: the agent fine-tuned on what it solved (RFT)"
 rival() {
     policy --loss rft --model $R/base --lr 5e-4 --epochs 8 --out $R/rft < $R/train.jsonl > /dev/null
     try rft
+    try base
 }
 beside rival
 python train_critic.py --seed $SEED --model $R/base --out $R/critic --beta 1 --nll_coef 0.3 \
-    --lr 4e-4 --batch_size 16 < $R/train.jsonl | dpo --model $R/base --out $R/sweet > /dev/null
+    --lr 4e-4 --batch_size 16 < $R/train.jsonl | tee $R/scored.jsonl |
+    dpo --model $R/base --out $R/sweet > /dev/null
 wait_for_all
 
 step "second round: the new policy's episodes, scored by the same critic"
-beside try sweet
 explore sweet again
-python train_critic.py --score $R/critic < $R/again.jsonl | dpo --model $R/sweet --out $R/sweet2 > /dev/null
+beside try sweet
+python train_critic.py --score $R/critic < $R/again.jsonl | tee $R/scored-again.jsonl |
+    dpo --model $R/sweet --out $R/sweet2 > /dev/null
+wait_for_all
 try sweet2
 
-step "done; tests passed and tasks solved, with 95 % intervals:"
+step "the training episodes of both rounds, with the critic's credit for every message"
+python tests/experiments/report.py --logprob_weight 0.1 base=$R/scored.jsonl \
+    sweet=$R/scored-again.jsonl > $R/report.html
+
+step "done; open $R/report.html in a browser. Tests passed and tasks solved, with 95 % intervals:"
 python evaluate.py $R/test-{base,rft,sweet,sweet2}.jsonl 2>&3 > $R/results.jsonl

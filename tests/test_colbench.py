@@ -1,7 +1,10 @@
 """The rules of an episode, ids and kinds of tasks, and ColBench's public files."""
+import random
+
 import pytest
 
 import colbench
+import utils
 from colbench import ANSWER, read_action, task_id
 from conftest import DOUBLE, SHARED, records, task
 
@@ -46,8 +49,57 @@ def test_first_message_takes_braces_as_they_are():
     assert colbench.first_message(own, 7)["content"].startswith("7 of {dict}: a {dict}")
 
 
+class Plain(colbench.Environment):
+    agent_prompt = '{ANSWER} {OUTPUT} {max_turns}: {problem_description} {"a": 1} {} {0} {a: b}'
+    human_prompt = "{problem_description} {hidden_information} {dialogue} {'x': y}"
+
+
+def warned(task=DOUBLE, llm_human=True):
+    """The warnings about a task's prompts, and what they are about."""
+    utils.WARNINGS.clear()
+    colbench.check_prompts(task, llm_human)
+    return {what: examples[0] for what, examples in utils.WARNINGS.items()}
+
+
+def test_a_prompt_that_hides_the_task_or_is_misspelled_is_warned_of(monkeypatch):
+    """Each placeholder in turn: left out, misspelled, with blanks. Other braces are text."""
+    for kind in colbench.ENVIRONMENTS:
+        assert not warned({**DOUBLE, "kind": kind})
+    monkeypatch.setitem(colbench.ENVIRONMENTS, "plain", Plain)
+    plain = {**DOUBLE, "kind": "plain", "id": "a", "problem_description": "write f"}
+    assert not warned(plain)
+    needed = "{problem_description}", "{hidden_information}", "{dialogue}"
+    for which, known in colbench.PLACEHOLDERS.items():
+        prompt = getattr(Plain, which)
+        for name in known:
+            hides = which == "agent_prompt" and name == needed[0] or which != "agent_prompt" and (
+                name in needed[1:])
+            for wrong in ("", name[:3] + name[4:], name.replace("{", "{ "), name.title()):
+                with monkeypatch.context() as m:
+                    m.setattr(Plain, which, prompt.replace(name, wrong))
+                    got = warned(plain)
+                    assert len(got) == hides + bool(wrong), (which, wrong)
+                    assert all(which in what for what in got)
+                    if wrong:
+                        (what,) = (x for x in got if "is not filled in; known are {problem_" in x)
+                        assert got[what] == f"{wrong} in the task a"
+                    if hides:
+                        (what,) = (x for x in got if "does not show" in x)
+                        assert got[what] == "the task a"
+                    assert bool(warned(plain, llm_human=False)) == (
+                        which == "agent_prompt" and (hides or bool(wrong)))
+    monkeypatch.setattr(Plain, "agent_prompt", "{problem_descripton}")
+    assert not warned({**plain, "agent_prompt": "Please write f"})  # as described
+    assert len(warned({**plain, "agent_prompt": "Now {description}"})) == 2
+    assert len(warned({**plain, "agent_prompt": "Now what?"})) == 1
+
+
 def test_task_id_is_given_or_a_hash_of_all_that_the_task_is():
-    assert task_id({**DOUBLE, "id": 5}) == "5"
+    for own in (5, 5.0, "5"):  # pandas writes 5 as 5.0
+        assert task_id({**DOUBLE, "id": own}) == "5"
+    ids = 0, -1.0, 1e16, 10 ** 30, 5.5, "5.0", "x", True, [5]
+    assert [task_id({**DOUBLE, "id": own}) for own in ids] == [
+        "0", "-1", "10000000000000000", "1" + 30 * "0", "5.5", "5.0", "x", "True", "[5]"]
     assert task_id(DOUBLE) == task_id(dict(reversed(DOUBLE.items()), kind="backend", id=None))
     others = [{**DOUBLE, name: "x"} for name in (
         "problem_description", "ground_truth", "hidden_information", "test_cases", "agent_prompt",
@@ -81,3 +133,54 @@ def test_check_finds_the_real_tasks_that_cannot_be_graded(grading):
     assert [r["task"] for r in kept] == [
         t for line, t in enumerate(tasks, 1) if line not in (215, 236, 265)]
     assert told.count(" dropped: ") == 3
+
+
+# --- the rules of an episode ----------------------------------------------------------------------
+
+@pytest.mark.parametrize("opening", ["", "<think>"])
+def test_an_episode_alternates_until_an_answer_or_the_last_turn(opening):
+    """Texts are generated; what must come of them is known from how they were."""
+    r = random.Random(0)
+    for _ in range(300):
+        kind, max_turns = r.choice(["backend", "frontend"]), r.randrange(1, 5)
+        task = {"kind": kind, "problem_description": "p", "ground_truth": "g"}
+        episode = colbench.Episode(task, max_turns, opening)
+        want, answer = [colbench.first_message(task, max_turns)], None
+        limit = {"backend": 400, "frontend": 1000}[kind]
+        pages = []
+        for turn in range(max_turns):
+            assert not episode.ended and episode.turn == turn and answer is None
+            thought = r.choice(["so</think>", f"{ANSWER} x</think>"]) if opening else ""
+            shown = r.choice(["which \udc80 rate?", "", f"<html>{turn}</html>", "hm"])
+            if r.random() < 0.3:
+                shown, answer = f"{ANSWER} {shown} .", f"{shown} .".strip()
+            elif turn == max_turns - 1:
+                answer = shown
+            output = thought + shown
+            fields = r.choice([{}, {"output": output, "cut": True, "role": "user", "content": "!"},
+                               {"output": output, "token_ids": [1]}])
+            episode.act(fields or output)
+            shown, answer = (text and text.replace("\udc80", "?") for text in (shown, answer))
+            want.append({**fields, "role": "assistant", "content": shown,
+                         "output": output.replace("\udc80", "?")})
+            pages += [f"<html>{turn}</html>"] * ("<html>" in shown)
+            if answer is not None:
+                break
+            text = r.choice(["rate=4", "\ud83d", "so " * 500])
+            episode.reply(text)
+            want.append({"role": "user", "content": text.replace("\ud83d", "?")[:limit]})
+        assert episode.ended and episode.history == want
+        if kind == "frontend":
+            answer = (pages or [""])[-1]
+        assert episode.fields() == {"dialogue_history": want, "answer": answer,
+                                    "answered": ANSWER in want[-1]["content"]}
+
+
+def test_an_episode_without_room_for_another_message_ends_with_the_agents_last():
+    task = {"kind": "frontend", "problem_description": "p", "ground_truth": "g"}
+    episode = colbench.Episode(task, 5)
+    episode.act("<html>1</html>")
+    episode.reply("larger")
+    episode.abandon()
+    assert episode.ended and len(episode.history) == 2
+    assert episode.fields()["answer"] == "<html>1</html>" and not episode.fields()["answered"]

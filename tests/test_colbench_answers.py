@@ -78,16 +78,29 @@ FAILING = [  # statements that raise an error here
     "rows = dict(\n    a=1,\n    b=open('rows.csv').read())", "assert 1 == 2, 'one'", "1 / 0",
     "import locale\nlocale.setlocale(locale.LC_ALL, 'de_DE.UTF-8')", "print(no_such_name)",
     "class Net(no_such_module.Module):\n    pass", "@no_such_decorator\ndef g(x):\n    return x",
-    "import no_such_module; k = 2; import nor_this"]
+    "import no_such_module; k = 2; import nor_this",
+    "@no_such_decorator\nclass Net:\n    pass", "@(lambda y: 1 / 0)\n@staticmethod\ndef h(): pass",
+    "def four(x=(\n    1 / 0)): pass", "@(lambda y: y)\ndef five(x=1 / 0): pass",
+    "@fails\ndef six(): pass", "@fails\n@staticmethod\nasync def seven(): pass",
+    "with open('rows.csv') as rows:\n    pass", "for k in [\n    1, no_such_name]:\n    pass",
+    "k = [1 / 0 for k in range(3)]", "k = lambda: 0; k(1)", "try:\n    1 / 0\nfinally:\n    k = 1"]
 PROGRAM = ['"""Doubles."""', "from __future__ import annotations", "import math; PI = 3",
            "def half(x: no_such_type):\n    return x / 2", "count = globals().get('count', 0) + 1",
-           "if count == 1:\n    def f(x):\n        return math.floor(half(4 * x))"]
+           "def counts(y):\n    global decorated\n"
+           "    decorated = globals().get('decorated', 0) + 1\n    return y",
+           "def fails(y):\n    global failed\n    failed = globals().get('failed', []) + [y.__name__]\n"
+           "    1 / 0",
+           "@counts\n@counts\ndef one(): pass", "@counts\nclass Two:\n    def g(self): pass",
+           "@ (\n    counts)\nasync def three(): pass",
+           "failed = globals().get('failed', [])",
+           "if count == 1 and decorated == 4 and len(failed) == len({*failed}):\n"
+           "    def f(x):\n        return math.floor(half(4 * x))"]
 
 
 def test_a_statement_that_raises_leaves_the_others_as_they_are(grader):
     """Wherever it stands, and however many of them; each of the others runs exactly once."""
     r = random.Random("failing")
-    for number in range(40):
+    for number in range(80):
         parts = PROGRAM[:]
         for failing in r.sample(FAILING, r.randint(1, 3)):
             parts.insert(r.randint(2, len(parts)), failing)
@@ -140,6 +153,70 @@ READINGS += [  # errors before, between and in definitions
 def test_what_is_code_is_settled_before_any_of_it_runs(grader, answer, reward):
     """No answer has two tries: it can't be read in two ways."""
     assert grader.grade(DOUBLE, answer)["reward"] == reward
+
+
+DOUBLES, TABLE = "def f(x):\n    return T[x]", "T = {}\nfor i in range(99):\n    T[i] = 2 * i"
+STUBS = ["...", "pass", "'Doubles.'", "'Doubles.'\n    ...", "raise NotImplementedError"]
+STUBS = [f"{before}def f(x):\n    {body}" for body in STUBS for before in ("", "async ", "@print\n")]
+USAGES = [  # what may follow a function, and must not cost it its reward
+    "while True: pass", "import time\nwhile True:\n    print(f(2))\n    time.sleep(60)",
+    "for i in range(10 ** 12): f(i)",
+    "import timeit\nt = timeit.timeit(lambda: f(5), number=10 ** 12)",
+    "results = []\nfor i in range(10 ** 12):\n    results.append(f(i))",
+    "result = [f(i) for i in range(10 ** 12)]\nassert result", "assert f(2) == 5, 'no'",
+    "n = int(input())\nprint(f(n))", "def main():\n    while True: f(2)\nmain()",
+    "while True:\n    try:\n        n = int(input())\n        break\n"
+    "    except Exception:\n        pass",
+    "import sys\nsys.exit(f(2))", "try:\n    while True: f(2)\nexcept KeyboardInterrupt: pass",
+    "import unittest\nclass T(unittest.TestCase):\n    def test(self): pass\nunittest.main()",
+    "from my_module import f\nprint(f(2))", "for f in [1, 2]: print(f)", "del f", "f(10 ** 12)",
+    "with open('x') as f: pass", "if f(2) == 4:\n    while True: pass", "f.cache = {}\nf.x"]
+LATER = [  # blocks that need one another, and the reward
+    ((DOUBLES, TABLE), 1), ((TABLE, DOUBLES), 1), ((DOUBLES, *TABLE.split("\n", 1)), 1),
+    ((DOUBLES, "k = range(99)\nT = [2 * i for i in k]"), 1),
+    ((DOUBLES, "T = []", "T += [0, 2, 4, 6, 8]"), 1),
+    ((DOUBLES, "T: list = [0, 2, 4, 6, 8]"), 1), ((DOUBLES, "T, U = [0, 2, 4, 6, 8], 3"), 1),
+    ((TABLE.replace("2", "3") + "\n" + DOUBLES, f"{TABLE}\n{DOUBLES}"), 1),
+    ((f"{TABLE}\n{DOUBLES}", TABLE.replace("2", "3") + "\n" + DOUBLES), 0),
+    (("def f(x): return g(x)", "def g(x): return k * x", "k = 2"), 1),
+    (("def f(x): return np.add(x, x)",
+      "try:\n    import numpy as np\nexcept ImportError:\n    np = 0"), 1),
+    (("def f(x): return g(x)", "try:\n    from nosuch import g\nexcept ImportError:\n"
+      "    def g(x): return 2 * x"), 1),
+    (("import sys", "print(f(1))", "k = 1\nfor i in range(1): k += 1", "def f(x): return k * x"), 1),
+    ((WRONG, "f = lambda x: 2 * x"), 1), ((RIGHT, "f = lambda x: 3 * x"), 0),
+    ((RIGHT, "import functools\nf = functools.cache(f)"), 1), (("f = lambda x: 2 * x", STUBS[0]), 1),
+    ((STUBS[0], RIGHT), 1), ((STUBS[0], STUBS[3]), 0), ((WRONG, STUBS[0]), 0),
+    ((f"{STUBS[0]}\n{RIGHT}",), 1), ((f"{RIGHT}\n{STUBS[0]}",), 0),  # one block is as it stands
+    ((f"{RIGHT}\nwhile True: pass",), 0), ((RIGHT, f"{STUBS[0]}\n{WRONG}"), 0),
+    ((RIGHT, "import nosuch\nclass A(nosuch.B): pass\n" + WRONG), 0),
+    (("class A:\n    def g(s, x): return 2 * x\ndef f(x): return A().g(x)",
+      "class A:\n    def g(s, x): ..."), 1),
+    (("x = " + " + ".join("1" * 900) + "\n" + RIGHT, "y = " + " + ".join("1" * 900)), 1)]
+LATER += [((RIGHT, stub), 1) for stub in STUBS] + [((RIGHT, usage), 1) for usage in USAGES]
+LATER += [((WRONG, usage, RIGHT, usage), 1) for usage in USAGES[::3]]
+
+
+def test_behind_a_function_only_what_defines_something_is_run(grader, quick):
+    for blocks, reward in LATER:
+        answer = fenced(*blocks) if len(blocks) > 1 else blocks[0]
+        assert grader.grade(DOUBLE, answer)["reward"] == reward, answer
+
+
+FALSY = ["__bool__ = lambda e: False", "__len__ = lambda e: 0", "__bool__ = lambda e: 1 / 0",
+         "__eq__ = lambda e, x: True", "__eq__ = lambda e, x: x is None"]
+
+
+@pytest.mark.parametrize("attribute", FALSY)
+def test_an_exception_counts_whatever_its_truth_value_is(attribute, graders):
+    """Under the official rules any error ends an answer; under ours its name is in the verdict."""
+    raising = f"class E(Exception):\n    {attribute}\n    __hash__ = None\n"
+    for failing in ("raise E", "def g(x=1 / 0): pass\nraise E"):
+        honest, official = (grader.grade(DOUBLE, f"{raising}{RIGHT}{failing}")["tests"]
+                            for grader in graders)
+        assert {*honest.values()} == {"pass"} and "pass" not in official.values()
+    lacking = graders[0].grade(DOUBLE, f"{raising}raise E\nf = g")["tests"]
+    assert {*lacking.values()} == {'raised "E"'}
 
 
 # --- the released scorer --------------------------------------------------------------------------

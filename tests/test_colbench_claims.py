@@ -181,6 +181,25 @@ def test_moments_of_numpy_are_pythons_or_are_refused():
                 as_text(odd)
 
 
+def test_numpys_own_numbers_are_their_values():
+    """Also those that tolist() leaves as they are: every type, alone and in arrays and lists."""
+    numpy = pytest.importorskip("numpy")
+    for code in "?bhilqBHILQefdgFDG":
+        kind = numpy.dtype(code).type
+        values = [0, 1] + [0.5, 2.0] * (code in "efdgFDG") + [1 + 2j, 0.5j] * (code in "FDG")
+        for value, other in itertools.product(values, values):
+            for form, plain in ((kind, lambda x: x), (lambda x: [(kind(x),)], lambda x: [(x,)]),
+                                (lambda x: numpy.array([x, x], kind), lambda x: [x, x])):
+                assert same(form(value), plain(value))
+                assert same(form(value), form(other)) == (value == other), (code, value, other)
+    third = numpy.longdouble(1) / 3
+    assert not same(third, 1 / 3) and same(third, numpy.array([third])[0])
+    assert same(numpy.longdouble("inf"), math.inf)
+    for odd in (numpy.longdouble("nan"), numpy.clongdouble(complex("nan"))):
+        with pytest.raises(ValueError):
+            as_text(odd)
+
+
 @pytest.mark.parametrize("text", [
     "10 ** 130_000", "nest(900)", "list(range(99_000))", "chr(92) * 500_000",
     "chain(400, list(range(39_000)))"])

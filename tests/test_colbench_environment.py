@@ -1,13 +1,17 @@
-"""The manual's own environment, twenty questions, through all scripts."""
+"""Own environments: the manual's, twenty questions, through all scripts; and careless ones."""
+import copy
+import json
 import random
 import re
 import runpy
 
+import numpy
 import pytest
 
 import colbench
+import evaluate
 import toy
-from conftest import ROOT, actions, copy_scripts, records, save, succeed
+from conftest import DOUBLE, ROOT, actions, copy_scripts, records, save, succeed
 
 HERE = "# your own environments are imported here"  # the line below ENVIRONMENTS
 MANUAL = open(f"{ROOT}/tests/experiments/MANUAL.md", encoding="utf-8").read()
@@ -70,3 +74,65 @@ def test_twenty_questions_go_through_all_scripts(repo, monkeypatch):
     assert base["tests_passed"] == base["success"] == round(sum(found) / 48, 4)
     assert base["unanswered"] == 0 and "not_drawn" not in base and "graded" not in table
     assert base["rewards"] == ["words found"] and table.split()[:2] == ["system", "words"]
+
+
+class Spoiler(colbench.Environment):
+    """Its methods change whatever they get."""
+    returned = {"reward": 1.0}
+
+    @classmethod
+    def final_answer(cls, history, submitted):
+        spoil(history)
+        return "a"
+
+    @classmethod
+    def metrics(cls, record):
+        spoil(record)
+        return {"success": True}
+
+    def grade(self, task, answer):
+        spoil(task)
+        return self.returned
+
+
+def spoil(data):
+    """Changes JSON data at every depth."""
+    for value in list(data.values() if isinstance(data, dict) else data):
+        if isinstance(value, (dict, list)):
+            spoil(value)
+    if isinstance(data, dict):
+        data |= {"spoiled": True, "content": "spoiled", "reward": 0}
+    else:
+        data.insert(0, "spoiled")
+
+
+def test_what_an_environment_changes_is_its_own_copy(grading, playing, episodes, monkeypatch):
+    monkeypatch.setitem(colbench.ENVIRONMENTS, "spoiler", Spoiler)
+    given = [{"task": {**episodes[0]["task"], "kind": "spoiler"}}]
+    (played,), _, _ = playing(given, "--max_tokens", 5, "--max_turns", 3)
+    assert len(played["dialogue_history"]) == 6 and "spoiled" not in json.dumps(played)
+    (graded,), _, _ = grading([played])
+    assert graded == {**played, "reward": 1.0}
+    before = copy.deepcopy(graded)
+    assert evaluate.episode_metrics(graded)["success"] and graded == before
+
+
+@pytest.mark.parametrize("returned, why", [
+    ({"reward": True}, "reward is not a finite number"), ({}, "'reward'"),
+    ({"reward": float("nan")}, "reward is not a finite number"), ({"reward": 1.5}, "between 0 and"),
+    ({"reward": numpy.float32(1)}, "reward is not a finite number"),
+    ({"reward": 1.0, "tests": {"a": True}}, "tests.a is not text")])
+def test_a_grade_that_no_record_can_hold_is_reported_and_the_others_are_kept(returned, why, grading,
+                                                                            monkeypatch):
+    """A bool, for example: evaluate.py would refuse the whole file later."""
+    class Odd(Spoiler):
+        def grade(self, task, answer):
+            return returned if answer == "odd" else {"reward": numpy.float64(1)}
+
+    monkeypatch.setitem(colbench.ENVIRONMENTS, "odd", Odd)
+    given = [{"task": {**DOUBLE, "id": i, "kind": "odd"}, "answer": answer}
+             for i, answer in enumerate(("a", "odd", "b"))]
+    graded, told, end = grading(given)
+    assert [(r["task"]["id"], r["reward"]) for r in graded] == [(0, 1.0), (2, 1.0)]
+    assert "task 1 could not be graded: ValueError: its grade returned {" in told and why in told
+    assert "1 answers could not be graded" in str(end)

@@ -1,25 +1,32 @@
 """The grader: right verdicts, honest code, hostile code, and nothing left behind."""
+import contextlib
+import encodings.aliases
 import os
 import platform
 import random
+import resource
 import re
 import select
 import shutil
 import signal
 import socket
+import struct
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from importlib.util import find_spec, resolve_name
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 import colbench
 from colbench import Grader, GraderError, get_args, grade_records
-from conftest import DOUBLE, FULL, HONEST, ROOT, descendants, task
+from conftest import (DOUBLE, FULL, HONEST, PYTHON, ROOT, complaint, descendants, lines, records,
+                      shell, task, until)
 
 # what the attacks look for: two listeners, a readable file, one to delete, a variable
 STREAM = socket.create_server(("127.0.0.1", 0))  # on any free port
@@ -129,10 +136,78 @@ def f(x):
     wanted = [*(f"no expected value: {why}" for why in why), "wrong value", "pass"]
     verdicts = dict(zip(odd["test_cases"], wanted))
     assert grader.grade(odd, code) == {"reward": 1 / 5, "tests": verdicts}
+    verdicts["test4"] = VARIES
     tasks = [{"task": {"id": n, **t}, "n": n} for n, t in enumerate((DOUBLE, odd, DOUBLE))]
     kept, told, _ = grading(tasks, command="check")
     del verdicts["test5"]
     assert kept == [tasks[0], tasks[2]] and told == f"task 1 dropped: {verdicts}\n"
+
+
+VARIES = "its value varies between runs: random, or from a clock"
+VARYING = {  # bodies of references whose values vary, most of them between two values only
+    "a choice": "import random; return random.choice([1, 2])",
+    "a rare event": "import random; return random.random() < .1",
+    "an order": "from random import shuffle; x = [1, 2]; shuffle(x); return x",
+    "another generator": "import random; return random.Random().choice([1, 2])",
+    "the system's generator": "import random; return random.SystemRandom().choice([1, 2])",
+    "secrets": "import secrets; return secrets.randbelow(2)",
+    "a uuid": "import uuid; return str(uuid.uuid4()) < '8'",
+    "bytes": "return __import__('os').urandom(1)[0] % 2",
+    "numpy": "import numpy as np; return int(np.random.randint(2))",
+    "numpy's new generator": "import numpy as np; return int(np.random.default_rng().integers(2))",
+    "sympy": "import sympy; return int(sympy.randMatrix(1, 1, 0, 1)[0])",
+    "an address": "return id(object()) % 1000", "another address": "return hash(object()) % 1000",
+    "a second": "import time; return int(time.time()) % 2",
+    "nanoseconds": "import time; return time.time_ns() // 10 ** 9 % 2",
+    "an uptime": "import time; return int(time.monotonic()) % 7",
+    "a stopwatch": "import time as t; return t.perf_counter_ns() // 10 ** 9 % 7",
+    "a year": "import datetime; return datetime.datetime.now().year",
+    "a year by time": "import time; return time.localtime().tm_year",
+    "a year in text": "from time import strftime; return strftime('%Y')",
+    "a date in text": "import time; return time.ctime()[4:7]",
+    "a date in other text": "import time; return time.asctime(time.gmtime())[4:7]",
+    "half a day": "import datetime as d; return d.datetime.now(d.timezone.utc).hour < 12",
+    "half a year": "import datetime as d; return d.datetime.utcnow().month < 7",
+    "a day of rest": "from datetime import datetime as d; return d.today().weekday() >= 5",
+    "a deadline": "from datetime import date; return date.today() > date(2025, 6, 1)"}
+REPEATABLE = {  # bodies of references that look like these and always give the same value
+    "a seed": "import random; random.seed(3); return random.random()",
+    "a generator of its own": "import random; return random.Random(3).random()",
+    "numpy's own": "import numpy as np; return float(np.random.default_rng(3).random())",
+    "sorted": "import random; x = [3, 1, 2]; random.shuffle(x); return sorted(x)",
+    "a stopwatch": "import time; t = time.time(); assert 0 <= time.time() - t < 5; return x",
+    "dates": """from datetime import date, datetime, timedelta
+    day = datetime.strptime('2024-02-28 12', '%Y-%m-%d %H')
+    assert isinstance(day, date) and isinstance(day.date(), date) and type(day) is datetime
+    return [day + timedelta(1), repr(day), str(day.date()), datetime.fromtimestamp(0).year]""",
+    "a date that is given": "from datetime import date; return (x or date.today()) + 1",
+    "times of a clock": "import time; day = time.gmtime(9 ** 9); return [time.strftime('%Y', day), "
+                        "time.asctime(day), time.ctime(9 ** 9), time.localtime(0).tm_year]",
+    "words": "time, operand, datetime = x, 3, 4; return [time, operand, datetime]"}
+
+
+@pytest.mark.parametrize("what", VARYING)
+def test_check_drops_a_reference_whose_value_varies_in_every_run(what, graders):
+    """Also if it has two values, and the two that grade compares are often equal."""
+    odd = task(f"def f(x):\n    {VARYING[what]}", "f(1)")
+    for grader in graders:
+        assert [grader.check(odd) for _ in range(3)] == 3 * [
+            {"reward": 0, "tests": {"test1": VARIES}}]
+
+
+@pytest.mark.parametrize("what", REPEATABLE)
+def test_check_keeps_a_reference_that_repeats_its_value(what, graders):
+    good = task(f"def f(x):\n    {REPEATABLE[what]}", "f(1)")
+    for grader in graders:
+        assert grader.check(good) == {"reward": 1, "tests": {"test1": "pass"}}
+
+
+def test_grade_has_the_clock_and_the_random_numbers_of_the_machine(grader):
+    now = task("import datetime\ndef f(x):\n    return datetime.datetime.now().year", "f(1)")
+    grader.check(now)
+    assert grader.grade(now, f"def f(x): return {time.localtime().tm_year}")["reward"] == 1
+    results = {grader.results("import random", ["random.random()"])[0] for _ in range(3)}
+    assert len(results) == 3
 
 
 # --- modules --------------------------------------------------------------------------------------
@@ -142,10 +217,32 @@ def f(x):
     ("f(__import__('fractions').Fraction(1, 2))", "def f(x): return 2 * x"),
     ("f('a').encode('cp1252')", "def f(x): return x * 2"),
     ("f(b'a')", "def f(x): return str(2 * x, 'cp1252')"),
-    ("f('a')", "def f(x): return bytearray(2 * x, 'cp1252')")])
+    ("f('a')", "def f(x): return bytearray(2 * x, 'cp1252')"),
+    ("f(b' \\x80')", "def f(x): return str(x.strip(), 'cp1252')"),
+    ("f(b'\\x80')", "def f(x): return (lambda read: read('cp1252'))(x.decode)"),
+    ("f(b'\\x80')", "def f(x): return ''.join(map(str, [x], ['cp' + '1252']))"),
+    ("f(b'\\x80')", "def f(x):\n    try: return str(x, 'cp1252')\n    except LookupError: return 0"),
+    ("f('a')", "def f(x):\n    try: return str(b'', x)\n    except LookupError: return 'no codec'")])
 def test_a_value_is_the_same_in_a_child_with_other_modules(test, code, grader):
     """A set has the same order, and what a test or a codec needs is there."""
     assert grader.grade(task("import math\n" + code, test), code)["reward"] == 1
+
+
+def test_every_codec_is_there_and_an_answer_that_claims_to_lack_one_is_not_run_for_ever(grader):
+    names = sorted({*encodings.aliases.aliases.values()} - {"mbcs", "oem"})  # of Windows
+    code = """def f(name, data=b'4'):
+    try: return str(data, name)
+    except UnicodeError: return 'not this data'
+    except LookupError: return 'a codec for something else than text'"""
+    exec(code, space := {})
+    given = grader.results(code, [f"f({name!r})" for name in names])
+    wanted = grader.results("", [repr(space["f"](name)) for name in names])
+    assert dict(zip(names, given)) == dict(zip(names, wanted))
+    claims = ("import os\ndef f(x):\n    for fd in range(3, 64):\n"
+              f"        try: os.write(fd, {colbench.NEEDS_CODECS!r})\n"
+              "        except OSError: pass\n    return 2 * x")
+    for answer in (claims, f"numpy = 1\n{claims}"):
+        assert {*grader.grade(DOUBLE, answer)["tests"].values()} == {"wrong value"}
 
 
 PACKAGES = Path(find_spec("sympy").origin).parents[1]
@@ -182,6 +279,54 @@ def test_what_numpy_and_sympy_import_late_is_loaded(grader):
     sources = [files[name] for name in loaded if files[name].suffix == ".py"]
     late = {name for path in sources for name in imported(path)} & files.keys() - loaded
     assert late and not [name for name in late if not re.match(NOT_FOR_ANSWERS, name)]
+
+
+STATES = {  # what a test may do to a library: and an expression that then has another value
+    "decimal.getcontext().prec = 5": "str(decimal.Decimal(1) / 3)",
+    "decimal.setcontext(decimal.Context(prec=5))": "str(decimal.Decimal(1) / 3)",
+    "c = decimal.getcontext(); c.prec -= 9": "str(decimal.Decimal(1) / 3)",
+    "decimal.getcontext().traps[decimal.Inexact] = True":
+        "decimal.getcontext().traps[decimal.Inexact]",
+    "random.seed(x); random.seed = int": "random.seed is int",
+    "sys.setrecursionlimit(10 ** 5)": "sys.getrecursionlimit()",
+    "sys.path.append('x')": "'x' in sys.path", "sys.modules['os'] = None": "sys.modules['os']is None",
+    "sys.set_int_max_str_digits(700)": "sys.get_int_max_str_digits()",
+    "warnings.simplefilter('error')": "len(warnings.filters)",
+    "warnings.filterwarnings('error')": "len(warnings.filters)",
+    "numpy.seterr(all='raise')": "str(numpy.geterr())",
+    "numpy.set_printoptions(precision=1)": "str(numpy.array([1 / 3]))",
+    "math.pi = 3": "math.pi", "setattr(math, 'tau', 3)": "math.tau",
+    "del math.e": "hasattr(math, 'e')", "builtins.abs = int": "abs(-1)",
+    "math.__dict__.update(inf=3)": "math.inf", "string.digits += 'x'": "string.digits",
+    "os.environ['A'] = 'b'": "'A' in os.environ", "os.environ.update(A='b')": "'A' in os.environ",
+    "calendar.setfirstweekday(6)": "calendar.firstweekday()", "gc.disable()": "gc.isenabled()",
+    "json.JSONEncoder.item_separator = ';'": "json.dumps([1, 2])",
+    "csv.register_dialect('mine', delimiter=';')": "'mine' in csv.list_dialects()",
+    "csv.field_size_limit(3)": "csv.field_size_limit()",
+    "numbers.Number.register(str)": "isinstance('', numbers.Number)",
+    "logging.basicConfig(level=10)": "logging.root.level",
+    "logging.disable(50)": "logging.root.manager.disable",
+    "mimetypes.add_type('a/b', '.q')": "str(mimetypes.guess_type('a.q'))"}
+
+
+def test_no_test_meets_the_state_in_which_another_one_left_a_library(grader):
+    for change, seen in STATES.items():
+        modules = sorted({*re.findall(r"\b[a-z]+(?=\.)", f"{change} {seen}")} & sys.stdlib_module_names)
+        modules += ["numpy"] * ("numpy" in change)
+        code = (f"import {', '.join(modules)}\ndef f(x):\n    if x: {change}\n    return {seen}")
+        before, between, after = grader.results(code, ["f(0)", "f(1)", "f(0)"])
+        assert before == after != between and before.startswith(b"value "), (change, before, after)
+
+
+@pytest.mark.parametrize("part", [
+    "a", ".a", ".a[", ".a[]", ".a ", ".a+", "self.", "set_", "x\n", "seed", "\\", "del a", "str(", "("])
+def test_no_text_takes_long_to_look_through(part):
+    """By the patterns that choose a server, and a child per test."""
+    begin = time.process_time()
+    for text in (part * (colbench.LIMITS["code"] // len(part)), part[:1] + part[1:2] * 260_000):
+        for pattern in (*(pattern for pattern, _ in colbench.SERVERS), colbench.CHANGES_STATE):
+            re.search(pattern, text)
+    assert time.process_time() - begin < 2
 
 
 # --- attacks --------------------------------------------------------------------------------------
@@ -275,6 +420,87 @@ def test_a_child_finds_nothing_to_read(grader):
         assert given == wanted, (test, given)
 
 
+# The system calls that an answer may make, as in Linux's tables: a copy of the list, so that one more
+# is not allowed by mistake. Whoever adds one explains here why it can do no harm.
+ALLOWED = {
+    "x86_64": {0, 1, 3, 5, 8, 9, 10, 11, 12, 13, 14, 15, 24, 25, 39, 60, 79, 96, 131, 186, 202, 219,
+               228, 229, 230, 231, 318, 334},
+    "aarch64": {17, 57, 62, 63, 64, 80, 93, 94, 98, 113, 114, 115, 124, 128, 132, 134, 135, 139,
+                169, 172, 178, 214, 215, 216, 222, 226, 278, 293}}
+ARCHITECTURES = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
+TWO_FACED = {"x86_64": {202, 228, 229, 230}, "aarch64": {98, 113, 114, 115}}  # futex and clock_*
+
+
+def decided(program, number, architecture, first=0, second=0):
+    """What a BPF program decides of a system call: "allow", "deny" or "kill"."""
+    data = {0: number, 4: architecture, 16: first, 24: second}
+    at, value = 0, None
+    while True:
+        operation, if_true, if_false, constant = program[at]
+        at += 1
+        if operation == 0x20:
+            value = data[constant]
+        elif operation == 0x54:
+            value &= constant
+        elif operation == 0x15:
+            at += if_true if value == constant else if_false
+        elif operation == 0x35:
+            at += if_true if value >= constant else if_false
+        else:
+            assert operation == 0x06
+            return {0x7FFF0000: "allow", 0x00050001: "deny", 1 << 31: "kill"}[constant]
+
+
+@pytest.mark.parametrize("machine", ALLOWED)
+def test_the_filter_allows_the_frozen_list_alone(machine, monkeypatch):
+    """Its decisions, on both machines; a call of the other machine's numbering ends the child."""
+    monkeypatch.setattr(os, "uname", lambda: SimpleNamespace(machine=machine))
+    program = [*struct.iter_unpack("HBBI", colbench.seccomp_filter())]
+    architecture, numbers = ARCHITECTURES[machine], [*range(2048), 1 << 30, (1 << 30) + 39, -1]
+    allowed = {n for n in numbers if decided(program, n, architecture) == "allow"}
+    private = {202, 98} & ALLOWED[machine]  # a futex of this process only
+    assert allowed == ALLOWED[machine] - private
+    for number in private:
+        for operation in range(512):
+            within_process = operation & ~256 in (128, 129, 137, 138)  # wait, wake, by bitset
+            said = decided(program, number, architecture, 0, operation)
+            assert said == ("allow" if within_process else "deny"), operation
+    for number in TWO_FACED[machine] - private:  # ids from 16 on are clocks of other processes
+        said = [decided(program, number, architecture, clock) for clock in (0, 15, 16, 1 << 31)]
+        assert said == ["allow", "allow", "deny", "deny"]
+    for other in {*ARCHITECTURES.values(), 0x40000003} - {architecture}:  # also i386
+        assert {decided(program, n, other) for n in numbers} == {"kill"}
+
+
+KILLS = """import ctypes
+libc, data = ctypes.CDLL(None), ctypes.create_string_buffer(128)
+data[0] = 9
+def f(pid):
+    descriptor = libc.syscall(434, pid, 0)  # pidfd_open
+    for call in (CALLS):
+        libc.syscall(*call)
+    return 1"""
+CALLS = {  # kill, tkill, tgkill, rt_sigqueueinfo, rt_tgsigqueueinfo; 424 is pidfd_send_signal
+    "x86_64": "(62, pid, 9), (200, pid, 9), (234, pid, pid, 9), (129, pid, 9, data), "
+              "(297, pid, pid, 9, data), (424, descriptor, 9, None, 0)",
+    "aarch64": "(129, pid, 9), (130, pid, 9), (131, pid, pid, 9), (138, pid, 9, data), "
+               "(240, pid, pid, 9, data), (424, descriptor, 9, None, 0)"}
+
+
+def test_no_call_kills_another_process(grader):
+    """Each call does so without the sandbox, but for those that need another state of things."""
+    code = KILLS.replace("CALLS", CALLS[platform.machine()])
+    victims = [subprocess.Popen(["sleep", "100"]) for _ in range(2)]
+    try:
+        assert grader.results(code, [f"f({victims[0].pid})"]) == grader.results("", ["1"])
+        assert victims[0].poll() is None
+        subprocess.run([sys.executable, "-c", f"{code}\nf({victims[1].pid})"], check=True)
+        assert victims[1].wait(10) == -signal.SIGKILL
+    finally:
+        for victim in victims:
+            victim.kill(), victim.wait()
+
+
 SWEEP = """import ctypes, itertools, os
 libc = ctypes.CDLL(None, use_errno=True)
 def denied(number):
@@ -299,8 +525,7 @@ def test_no_file_opens_in_any_mode_and_no_call_outside_the_list_is_made(grader):
     But 335 and 336: uretprobe and uprobe, which new kernels keep from filters, do nothing.
     """
     before = traces()
-    allowed = set(colbench.ALLOWED_CALLS.split()[1 if platform.machine() == "x86_64" else 2::3])
-    numbers = [n for n in range(1024) if str(n) not in allowed | {"335", "336"}]
+    numbers = [n for n in range(1024) if n not in ALLOWED[platform.machine()] | {335, 336}]
     numbers += [n | 1 << 30 for n in range(1024)] + [-1, (1 << 31) - 1]
     paths = [f"{FOLDER}/victim", f"{FOLDER}/new", str(FOLDER), "/dev/null", "/dev/shm", "/proc/1",
              sys.executable, "/proc/self/fd/0", "."]
@@ -377,7 +602,7 @@ def test_a_busy_machine_takes_nothing_from_a_right_answer(monkeypatch):
     (None, .15, 9), ("1 0 1", .15, 9), (f"1 {10 ** 18} 1", 0, .15), ("0 0 0", .05, .19)])
 def test_a_third_of_the_time_asleep_is_charged(schedstat, least, most, monkeypatch):
     """Waiting for a CPU is not charged; of a kernel that does not tell, a tenth of all time is."""
-    request = {"text": SLEEP.format(.6), "tests": ["f(None)"], "official": False}
+    request = {"text": SLEEP.format(.6), "tests": ["f(None)"], "official": False, "seed": None}
     server = colbench.ForkServer(["time"])
     if schedstat:
         monkeypatch.setattr(colbench.pathlib.Path, "read_text", lambda path: schedstat)
@@ -393,6 +618,39 @@ def test_a_reference_runs_once_for_the_same_tests(grader, monkeypatch):
     for test in ("f(1)", "f(2)", "f(1)"):
         assert grader.grade(task(code, test), HONEST)["reward"] == 1
     assert runs.count(code) == 2
+
+
+def test_an_answer_is_run_for_the_tests_alone_whose_reference_has_a_value(grader, monkeypatch):
+    some = task("def f(x):\n    if x == 1: return None\n    return {2: y, 3: 3}[x]".replace("y", "{}.pop"),
+                "f(1)", "f(2)", "f(3)", "f(4)")
+    asked, run = [], grader.results
+    monkeypatch.setattr(grader, "results", lambda text, tests, **more: asked.append(tests)
+                        or run(text, tests, **more))
+    graded = grader.grade(some, "def f(x): return x")
+    none = "no expected value: "
+    assert list(graded["tests"].values()) == [
+        f"{none}None", f'{none}value refused "TypeError: builtin_function_or_method"', "pass",
+        f'{none}raised "KeyError"']
+    assert asked == [["f(1)", "f(2)", "f(3)", "f(4)"], ["f(3)"]]
+    begin = time.monotonic()
+    broken = task("def f(x): return nosuch", "f(1)")
+    assert grader.grade(broken, "while True: pass")["reward"] == 0
+    assert time.monotonic() - begin < colbench.LIMITS["test"]
+
+
+def test_a_reference_has_three_times_as_much_time(monkeypatch):
+    """Per test and in all: an answer that takes as long fails."""
+    monkeypatch.setattr(colbench, "SERVERS", FEW_MODULES)
+    for limits, tests in ({"test": .3, "answer": 9}, ["f(.6)"]), (
+            {"test": 9, "answer": .3}, ["f(.2)", "f(.4)", "f(.6)"]):
+        monkeypatch.setattr(colbench, "LIMITS", {**colbench.LIMITS, **limits})
+        quick, slow = "def f(x): return x", SPIN.format(1)
+        endless = task(SPIN.format(9), *tests)
+        with Grader(workers=1) as g:
+            slow_reference = task(slow, *tests)
+            assert g.grade(slow_reference, quick)["reward"] == 1
+            assert "timeout" in g.grade(slow_reference, slow)["tests"].values()
+            assert "no expected value: timeout" in g.grade(endless, quick)["tests"].values()
 
 
 def test_a_killed_server_is_started_again(monkeypatch):
@@ -420,7 +678,95 @@ def test_a_grader_that_cannot_work_says_so(monkeypatch, grading):
         Grader(workers=1)
     assert raised and descendants() == before
     _, _, end = grading([{"task": DOUBLE, "answer": HONEST}])
-    assert re.match("error: Functions can't grade: a fork server failed .* confine itself", str(end))
+    assert re.match("error: Functions can't grade: a fork server failed .* confine itself: "
+                    "OSError: .*seccomp is not available", str(end))
+
+
+def grading_limited(given, workers, limits):
+    """Starts colbench.py grade on a machine with these limits, {name: (soft, hard)}."""
+    def limit():
+        for name, value in limits.items():
+            resource.setrlimit(getattr(resource, f"RLIMIT_{name}"), value)
+
+    pipe, command = subprocess.PIPE, ["colbench.py", "grade", "--workers", str(workers)]
+    grading = subprocess.Popen([sys.executable, *command], cwd=ROOT, text=True, preexec_fn=limit,
+                               stdin=pipe, stdout=pipe, stderr=pipe)
+    grading.stdin.write(lines(given))
+    grading.stdin.flush()
+    return grading
+
+
+LIMITS_OF_A_CHILD = {"NOFILE": ("open files", 64), "CPU": ("cpu time", 60),
+                     "AS": ("address space", 1 << 30), "FSIZE": ("file size", 0),
+                     "CORE": ("core file size", 0)}
+
+
+@pytest.mark.parametrize("name, value", [
+    (None, None), ("NOFILE", 63), ("NOFILE", 90), ("CPU", 50), ("AS", 900 << 20), ("FSIZE", 9999)])
+def test_a_child_has_its_own_limits_or_smaller_ones_of_the_machine(name, value):
+    limits = {name: (value, value)} if name else {}
+    grading = grading_limited([{"task": DOUBLE, "answer": SLEEP.format(2) + " * 2"}], 1, limits)
+
+    def limits_of_child():
+        """Those of the confined process, which alone can't write files."""
+        for pid in descendants(grading.pid):
+            with contextlib.suppress(OSError):
+                table = Path(f"/proc/{pid}/limits").read_text()
+                found = {x: re.search(rf"Max {what} +(\S+) +(\S+)", table).groups()
+                         for x, (what, _) in LIMITS_OF_A_CHILD.items()}
+                if found["FSIZE"] == ("0", "0") and "Seccomp:\t2" in Path(
+                        f"/proc/{pid}/status").read_text():
+                    return found
+
+    found = []
+    until(lambda: found.append(limits_of_child()) or found[-1], grading)
+    for limit, (_, own) in LIMITS_OF_A_CHILD.items():
+        smaller = str(min(own, value) if limit == name else own)
+        assert found[-1][limit] == (smaller, smaller), limit
+    out, err = grading.communicate()
+    assert [r["reward"] for r in records(out)] == [1], err
+
+
+@pytest.mark.parametrize("soft, hard, fewer", [(30, 2000, False), (30, 60, True)])
+def test_few_files_mean_a_higher_soft_limit_or_fewer_workers(soft, hard, fewer):
+    """With all kinds of servers in use."""
+    answers = [HONEST, f"import time\n{HONEST}", f"import numpy\n{HONEST}"] * 8
+    grading = grading_limited([{"task": DOUBLE, "answer": answer} for answer in answers], 6,
+                              {"NOFILE": (soft, hard)})
+    out, err = grading.communicate()
+    assert [r["reward"] for r in records(out)] == [1] * 24, err
+    assert bool(re.search(rf"[1-5] instead of 6 workers, .* at most {hard} files", err)) == fewer
+
+
+def test_a_machine_that_can_not_fork_is_named(monkeypatch):
+    """A server and its child tell their causes, which the grader repeats."""
+    monkeypatch.setattr(colbench, "SERVERS", FEW_MODULES)
+    source = Path(colbench.__file__).read_text()
+    for old, new in (("pid = os.fork()", "raise BlockingIOError(11, 'try again')"),
+                     ("confine(devnull, libc, server, bpf)\n", "raise ValueError('a bad limit')\n")):
+        assert source.count(f"    {old}") == 1
+        changed = source.replace(f"    {old}", f"    {new}")
+        with tempfile.TemporaryDirectory() as folder, monkeypatch.context() as patch:
+            path = Path(folder, "colbench.py")
+            path.write_text(changed)
+            patch.setattr(colbench, "__file__", str(path))
+            with pytest.raises(GraderError, match=re.escape(new[-12:].strip("()'\n"))):
+                Grader(workers=1)
+
+
+def test_children_die_first_when_memory_ends(grader):
+    """The kernel prefers them, and never the grader."""
+    grader.grade(DOUBLE, HONEST)
+    server = next(s for worker in grader.workers for s in worker.values())
+    own, theirs = (int(Path(f"/proc/{pid}/oom_score_adj").read_text())
+                   for pid in ("self", server.process.pid))
+    assert theirs == 1000 > own
+
+
+@pytest.mark.parametrize("command", ["serve", "serve 00", "serve x json", "serve <&-"])
+def test_a_user_who_types_serve_is_told_the_commands(command):
+    redirect = "" if "<" in command else "< /dev/null"
+    complaint(shell(f"python colbench.py {command} {redirect}"), "grade and check")
 
 
 # --- records --------------------------------------------------------------------------------------
@@ -484,7 +830,8 @@ def test_a_grade_that_raises_loses_its_own_record_alone(last, n, message, odd, g
     done, told, end = grading(map(odd, answers))
     assert [r["answer"] for r in done] == good and message in str(end)
     assert "ValueError: one?two\n" in told
-    assert f"\ngraded {len(good)} answers: 100.0 % reward by own rules; 0 with a failure\n" in told
+    assert (f"\ngraded {len(good)} answers: 100.0 % reward by own rules (mean over tasks); 0 with "
+            "a failure\n") in told
 
 
 def test_a_kind_whose_package_is_missing_loses_no_record_before_it(odd, grading):
@@ -493,13 +840,47 @@ def test_a_kind_whose_package_is_missing_loses_no_record_before_it(odd, grading)
     assert len(done) == 2 and "graded 2 answers: 100.0 % " in told
 
 
+def test_a_reward_names_the_versions_on_which_it_may_depend(grading):
+    """Of numpy and sympy only where the answer, the reference or a test has one of them."""
+    import numpy
+    numpy_version = "numpy " + ".".join(numpy.__version__.split(".")[:2])
+    with_numpy = "import numpy\ndef f(x): return numpy.sum([x, x])"
+    given = [{"task": task(reference, *tests), "answer": answer} for reference, tests, answer in (
+        (HONEST, ["f(2)"], HONEST), (HONEST, ["f(2)"], ""), (HONEST, ["f(2)"], with_numpy),
+        (with_numpy, ["f(2)"], HONEST), (HONEST, ["f(__import__('numpy').int8(2))"], HONEST))]
+    for rules in ("honest", "official"):
+        done, told, _ = grading(given, "--rules", rules)
+        plain, named = f"{rules} rules, {PYTHON}", f"{rules} rules, {PYTHON}, {numpy_version}"
+        assert [r["reward_by"] for r in done] == [plain, plain, named, named, named]
+        assert f"tests passed by {named} (mean over tasks); " in told
+    colbench.minor_version.cache_clear()
+    assert colbench.minor_version("no_such_package") == "no_such_package missing"
+
+
+def test_graders_are_comparable_unless_a_part_has_two_versions():
+    """By all pairs of names: of rules, and of versions that a name may lack."""
+    r = random.Random(0)
+    for _ in range(500):
+        graders = [{"rules": r.choice(["honest rules"] * 3 + ["clip"]),
+                    **{part: f"{part} {r.choice('112')}.{r.choice('0001')}" for part in (
+                        "Python", "numpy", "sympy") if r.random() < 0.4}}
+                   for _ in range(r.randint(1, 4))]
+        differ = any(a[part] != b[part] for a in graders for b in graders
+                     for part in a.keys() & b.keys())
+        names = {", ".join(grader.values()) for grader in graders}
+        assert colbench.comparable(names) == (not differ)
+        parts = colbench.joined_names(names).split(", ")
+        assert sorted(parts) == sorted({part for grader in graders for part in grader.values()})
+
+
 def test_answers_to_a_broken_reference_are_counted_by_themselves(grading):
     """Also those that were not run: the mean is that of the other tasks."""
     works, breaks = (task(code, "f(1)", "f(2)") for code in (
         "def f(x): return x", "def f(x): return x if x < 2 else y"))
     given = [{"task": works, "answer": "def f(x): return 1"}, {"task": breaks, "answer": ""},
              {"task": breaks, "answer": "def f(x): return x"}]
-    mean = "graded 1 answers: 50.0 % tests passed by honest rules; 0 with a failure\n"
+    mean = (f"graded 1 answers: 50.0 % tests passed by honest rules, {PYTHON} (mean over tasks); "
+            "0 with a failure\n")
     for first, last, n in ((0, 3, 2), (2, 3, 1), (0, 1, 0)):
         broken = (f"warning: left out of this mean are {n} answers to 1 tasks whose own reference "
                   "fails; drop them by colbench.py check\n")

@@ -19,7 +19,7 @@ import model as M
 import toy
 import toy_pages
 from colbench import CACHE, PAGE_LIMITS, Renderer, RenderError
-from conftest import (DOUBLE, HONEST, SIGNALS, demos, descendants, end_grading, plain_ids, records,
+from conftest import (DOUBLE, HONEST, PYTHON, SIGNALS, demos, descendants, end_grading, plain_ids, records,
                       save, succeed)
 from test_collect_endpoints import Server, chat
 from toy_pages import similarity
@@ -285,10 +285,11 @@ def test_the_reward_is_clips_likeness_of_the_last_page_and_check_drops_what_has_
              {"task": DOUBLE, "answer": HONEST}] * 2
     got, told, _ = grading(given, "--clip", tmp_path)
     assert [r["reward"] for r in got] == pytest.approx([*wanted, 1, 0, 0, 0, 1] * 2, abs=1e-5)
-    assert [r["reward_by"] for r in got] == [*["clip"] * 8, "honest rules"] * 2
+    assert [r["reward_by"] for r in got] == [*["clip"] * 8, f"honest rules, {PYTHON}"] * 2
     assert [r.get("failure") for r in got[4:7]] == [None, "no page", "no page"]
     assert got[7]["failure"] == "the reference: the page has more than 1048576 bytes"
-    assert "% likeness by clip, tests passed by honest rules; 4 with a failure\n" in told
+    assert (f"% likeness by clip, tests passed by honest rules, {PYTHON} (mean over tasks); 4 with "
+            "a failure\n") in told
     assert " 2 answers to 1 tasks whose own reference fails; drop them by " in told
     assert [{"task": r["task"], "answer": r["answer"]} for r in got] == given
     good = [{"problem_description": "a", "ground_truth": page} for page in pages]

@@ -1,18 +1,27 @@
 """collect.py alone: what it samples, --resume, bad input."""
 import asyncio
 import copy
+import importlib
 import json
+import random
 import shutil
+import statistics
+import sys
+from collections import Counter
 from itertools import chain
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
+import colbench
 import collect
+import evaluate
 import model as M
 from colbench import ANSWER, agent_messages
-from conftest import (PLAY, actions, change_json, dialogue, key_of, lines, nucleus, records,
-                      stdin_of, succeed)
+from conftest import (PLAY, actions, change_json, complaint, copy_scripts, dialogue, key_of, lines,
+                      nucleus, records, script, stdin_of, succeed)
 from train_critic import advantage
 
 
@@ -65,6 +74,46 @@ def sample(runner, prompt, draws):
     async def ask():
         return await runner.engine(prompt, draws, runner.args.max_tokens)
     return asyncio.run(ask())
+
+
+def test_a_message_that_ends_with_its_last_allowed_token_is_whole(tiny_dir):
+    p = runner(tiny_dir, "--max_tokens", 3, "--candidates", 2)
+    end, most = min(p.stop), []
+
+    async def engine(prompt, keys, max_new):
+        most.append(max_new)
+        return [([9, 9, end], [-1.0] * 3), ([9, 9, 9], [-1.0] * 3), ([9, end], [-1.0] * 2)]
+
+    p.engine = engine
+    actions, found = asyncio.run(p.sample_turn(dialogue("write f"), (0, "task", 0, 0), 1))
+    assert most == [3]
+    assert [action.get("cut", False) for action in (*actions, *found["candidates"])] == [
+        False, True, False]
+    assert p.totals["truncated"] == 1 and p.totals["actions"] == 3
+
+
+def test_the_engine_stops_at_the_limit_or_at_an_end(tiny_dir):
+    """An end that is the last allowed token is sampled, too: some messages end exactly there."""
+    p = runner(tiny_dir, "--max_tokens", 2)
+    p.engine.stop = {*range(0, p.tokenizer.vocab_size, 2)}  # every second token ends a message
+    drawn = [ids for ids, _ in sample(p, prompt_of(p, "write f"), [(0, j) for j in range(60)])]
+    ends = [ids[-1] in p.engine.stop for ids in drawn]
+    assert all(len(ids) == 1 for ids, end in zip(drawn, ends) if ids[0] in p.engine.stop)
+    assert all(len(ids) == 2 for ids in drawn if ids[0] not in p.engine.stop)
+    assert {(len(ids), end) for ids, end in zip(drawn, ends)} == {(1, True), (2, True), (2, False)}
+
+
+def test_candidates_share_is_drawn_for_each_episode_and_holds_for_all_its_turns(tasks, playing):
+    flags = ["-k", 12, "--candidates", 1, "--candidates_share", 0.5, "--max_tokens", 3]
+    played, _, _ = playing(tasks[:2], *flags, "--max_turns", 3)
+    has = {key_of(r): {"candidates" in m for m in agent_messages(r)} for r in played}
+    assert len(has) == 24 and all(len(turns) == 1 for turns in has.values())
+    assert any(len(agent_messages(r)) == 3 for r in played)
+    chosen = {key for key, turns in has.items() if True in turns}
+    for task in tasks[:2]:
+        assert 1 < sum(name == task["task"]["id"] for name, _ in chosen) < 11
+    assert {n for name, n in chosen if name == tasks[0]["task"]["id"]} != {
+        n for name, n in chosen if name == tasks[1]["task"]["id"]}
 
 
 @pytest.mark.parametrize("temperature, top_p", [(1, 1), (0.5, 0.7), (0.5, 1e-6)])
@@ -149,7 +198,7 @@ def test_a_file_is_resumed_with_the_model_that_made_it_wherever_that_is(tasks, e
     file.write_text(lines(others))
     assert missing["meta"]["model_weights"] == M.weights_digest(tiny_dir)
     moved = shutil.copytree(tiny_dir, tmp_path / "moved")
-    fast = ["--max_batch_tokens", 999, "--concurrency", 3, "--retries", 0, "--dtype", "fp32"]
+    fast = ["--max_batch_tokens", 999, "--concurrency", 3, "--dtype", "fp32"]
     played, said, _ = playing(tasks, "--model", moved, *PLAY, "--resume", file, *fast)
     assert list(map(key_of, played)) == [key_of(missing)]
     assert "(7 more in the --resume file)" in said
@@ -213,7 +262,7 @@ def test_whatever_changes_an_episode_must_be_as_in_the_file(resume, episodes, tm
     for old in (meta, {**meta, **dict.fromkeys(FREE, "another")},
                 {"thinking": 1, "candidates": meta}):  # the settings of the candidates
         file.write_text(lines([{**episodes[0], "meta": old}]))
-        resume(file, "--concurrency", 1, "-k", 3, "--retries", 1, "--dtype", "bf16")
+        resume(file, "--concurrency", 1, "-k", 3, "--max_batch_tokens", 9, "--dtype", "bf16")
     for name in meta.keys() - {*FREE}:
         another = 7 if name == "seed" else "another"
         refused(f"{name.replace('model_weights', 'model')} {another}", **{name: another})
@@ -232,6 +281,45 @@ def test_whatever_changes_an_episode_must_be_as_in_the_file(resume, episodes, tm
     refused("prompts ")
 
 
+LLM, ENGINE = ["--human", "https://h/v1"], ["--engine", "http://e/v1"]
+AGENT, SCRIPT = ["--agent", "https://a/v1"], ["--agent", "agent.py"]
+BEST = ["--best_of", "2", "--critic", "critic.py"]
+UNUSED = [  # flag, value, flags with which it has an effect, flags with which it has none
+    ("--human_params", "{}", [LLM], [[], ["--human", "human.py"], ["--human", "fixed:http://"]]),
+    ("--candidates_share", "0.5", [["--candidates", "2"]], [[], BEST]),
+    ("--logprob_weight", "0.1", [BEST], [[], ["--candidates", "2"]]),
+    ("--top_p", "0.9", [[], ["--temperature", "0.1"]], [["--temperature", "0"]]),
+    ("--dtype", "bf16", [[], LLM], [ENGINE]),
+    ("--max_batch_tokens", "9", [[], LLM], [ENGINE]),
+    ("--engine", "http://e/v1", [[]], [AGENT, SCRIPT]),
+    ("--model", "m", [[]], [AGENT, SCRIPT]), ("--candidates", "2", [[]], [AGENT, SCRIPT]),
+    ("--thinking", "1", [[]], [AGENT, SCRIPT]), ("--best_of", "1", [[]], [AGENT, SCRIPT]),
+    ("--temperature", "0.5", [[], AGENT], [SCRIPT]), ("--max_tokens", "9", [[], AGENT], [SCRIPT]),
+    ("--agent_params", "{}", [AGENT], [[], SCRIPT]),
+    ("--timeout", "9", [LLM, ENGINE, AGENT], [[], SCRIPT, ["--human", "human.py"], BEST]),
+    ("--retries", "9", [LLM, ENGINE], [[], ["--human", "fixed:no"], BEST])]
+
+
+@pytest.mark.parametrize("flag, value, good, bad", UNUSED)
+def test_a_flag_without_an_effect_is_refused(flag, value, good, bad, capsys):
+    """It would be stored as a setting, and refuse a --resume without it."""
+    for more in good:
+        collect.get_args([*more, flag, value])
+    for more in bad:
+        collect.get_args(more)
+        with pytest.raises(SystemExit):
+            collect.get_args([*more, f"{flag}={value}"])
+        assert f"error: {flag} has an effect only with" in capsys.readouterr().err
+
+
+def test_each_setting_is_the_agents_or_a_condition_that_systems_should_share(resume, tmp_path):
+    """So whoever adds a flag decides whether evaluate.py notes that systems differ in it."""
+    (tmp_path / "all.jsonl").touch()
+    meta = resume(tmp_path / "all.jsonl")[0].meta
+    of_agent = {"model", "agent", "agent_params", "agent_model", "tokenizer_and_config", "seed", "n_candidates", "candidates_share"}
+    assert colbench.settings(meta).keys() - of_agent == {*evaluate.CONDITIONS} - {"human_model"}
+
+
 def test_a_task_that_was_edited_under_its_id_is_an_error(resume, episodes, tmp_path):
     """And so is another dialogue under the number of one that has its candidates."""
     file, (first, second, *_) = tmp_path / "all.jsonl", sorted(episodes, key=key_of)[::2]
@@ -243,8 +331,8 @@ def test_a_task_that_was_edited_under_its_id_is_an_error(resume, episodes, tmp_p
     def missing(record):
         with stdin_of([second, record]):
             jobs = [*collect.read_jobs(args, done, dict(tasks))]
-        return [key_of({**r, "sample": n}) for r, n in jobs]
-    assert missing(first) == []
+        return {key_of({**r, "sample": n}) for r, n in jobs} - done.keys()
+    assert missing(first) == set()
     said = copy.deepcopy(first)
     said["dialogue_history"][1]["content"] += "?"
     with pytest.raises(SystemExit, match=f"task {first['task']['id']}, sample 0 has another "):
@@ -255,6 +343,138 @@ def test_a_task_that_was_edited_under_its_id_is_an_error(resume, episodes, tmp_p
                f"{field}: give one")
         with pytest.raises(SystemExit, match=why):
             missing({"task": task})
+
+
+# --- missing episodes -----------------------------------------------------------------------------
+
+class Sampled(collect.EpisodeRunner):
+    """Some episodes fail; the others have texts of their own."""
+    random = random.Random(0)
+
+    def __init__(self, args):
+        self.args, self.totals, self.servers, self.resumed = args, Counter(), {}, []
+        self.meta = {"seed": args.seed}
+
+    async def load(self):
+        return self
+
+    async def run_episode(self, task, sample):
+        if self.random.random() < 0.2:
+            raise collect.EpisodeError("no reply")
+        text = str(self.random.random())
+        return {"sample": sample, "dialogue_history": dialogue("p", text), "meta": self.meta}
+
+
+def graded_runs(r, playing, path):
+    """Runs collect.py up to three times on a file; returns [(record, what its run was asked for)].
+
+    Each run has some of the tasks, any -k and --seed, may resume the file, and may be killed.
+    """
+    lines_of = []
+    for _ in range(r.randint(1, 3)):
+        names = r.sample("abcdef", r.randint(1, 6))
+        k, seed = r.randint(1, 3), r.choice([0, 0, 0, 1])
+        tasks = [{"id": name, "problem_description": name, "ground_truth": name} for name in names]
+        resume = ["--resume", path] if path.exists() and r.random() < 0.7 else []
+        written, _, _ = playing(tasks, "-k", k, "--seed", seed, *resume)
+        assert all(("asked" in record["meta"]) == (i == 0) for i, record in enumerate(written))
+        for record in written:
+            record["reward"] = r.choice([0.0, 0.5, 1.0])
+        if r.random() < 0.3:
+            written = written[:r.randint(0, len(written))]  # a kill
+        with open(path, "a") as f:
+            f.write(lines(written))
+        asked = {(seed, name, sample) for name in names for sample in range(k)}
+        lines_of += [(record, asked) for record in written]
+    return lines_of
+
+
+def changed(r, change, runs):
+    """What a user may do to the lines of a file before evaluating it."""
+    runs = copy.deepcopy(runs)
+    at = r.randrange(len(runs))
+    if change == "shuffled":
+        r.shuffle(runs)
+    elif change == "head":
+        return runs[:at + 1]
+    elif change == "tail":
+        return runs[at:]
+    elif change == "without one":
+        return runs[:at] + runs[at + 1:] or runs
+    elif change == "of an older version":
+        runs[at][0]["meta"] = {"seed": runs[at][0]["meta"]["seed"]}
+    elif change == "renumbered":
+        runs[at][0]["sample"] += 50
+    return runs
+
+
+CHANGES = ("none", "shuffled", "head", "tail", "without one", "of an older version", "renumbered",
+           "joined")
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_missing_episodes_are_counted_right_or_not_at_all(change, playing, monkeypatch, tmp_path):
+    """Against what each run was asked for, of one file or two, after kills and resumes.
+
+    A count is given if and only if each run's first record is there, and no record is changed or
+    there twice.
+    """
+    monkeypatch.setattr(collect, "EpisodeRunner", Sampled)
+    r, n_known = random.Random(CHANGES.index(change)), 0
+    for number in range(25):
+        paths = [tmp_path / f"{number}{name}" for name in "xy"[:r.randint(1, 2)]]
+        runs_of = {str(path): graded_runs(r, playing, path) for path in paths}
+        if not all(runs_of.values()):
+            continue  # evaluate.py refuses an empty file
+        runs_of = {path: changed(r, change, runs) for path, runs in runs_of.items()}
+        if change == "joined":
+            runs_of = {str(paths[0]): sum(runs_of.values(), [])}
+        for path, runs in runs_of.items():
+            Path(path).write_text(lines(record for record, _ in runs))
+        system, = evaluate.named_systems(["s=" + ",".join(runs_of)])
+
+        asked, found, solved, listed, named = set(), [], Counter(), set(), set()
+        for path, runs in runs_of.items():
+            for record, asked_of_run in runs:
+                name, sample = key_of(record)
+                found.append((path, record["meta"]["seed"], name, sample))
+                asked |= {(path, *key) for key in asked_of_run}
+                solved[name] += record["reward"] == 1
+                named.add(record["meta"].get("asked_hash"))
+                if "asked" in record["meta"]:
+                    listed.add(record["meta"]["asked_hash"])
+        is_known = named <= listed and len({*found}) == len(found) and {*found} <= asked
+        n_known += is_known
+        if not is_known:
+            assert system.missing is system.success_bounds is None
+            continue
+        assert system.missing == len(asked) - len(found)
+        n_asked, n_missing = (Counter(name for _, _, name, _ in keys)
+                              for keys in (asked, asked - {*found}))
+        least, most = (statistics.mean((solved[name] + n * n_missing[name]) / n_asked[name]
+                                       for name in n_asked) for n in (0, 1))
+        assert system.success_bounds == pytest.approx([least, most], abs=1e-4)
+    assert n_known > 12 or change not in ("none", "shuffled", "head", "joined")
+
+
+def test_the_table_names_the_episodes_that_failed(playing, monkeypatch, tmp_path, capsys):
+    """A run with -k 2 is killed, and goes on with -k 3: the count is that of the whole file."""
+    monkeypatch.setattr(collect, "EpisodeRunner", Sampled)
+    file = tmp_path / "policy.jsonl"
+    tasks = [{"id": n, "problem_description": str(n), "ground_truth": "g"} for n in range(20)]
+    for k, kept in ((2, 10), (3, None)):
+        resume = ["--resume", file] if file.exists() else []
+        written, _, end = playing(tasks, "-k", k, *resume)
+        assert "episodes failed and were not written" in str(end)
+        with open(file, "a") as f:
+            f.write(lines({**record, "reward": 1.0} for record in written[:kept]))
+    n = len(records(file.read_text()))
+    evaluate.main(evaluate.get_args([str(file)]))
+    out, table = capsys.readouterr()
+    note = table.splitlines()[-1]
+    assert 10 < n < 60 and note == (
+        f"policy lacks {60 - n} of its 60 episodes: with them, success would be between "
+        f"{100 * n / 60:.1f} and 100.0 %")
 
 
 # --- records that have a dialogue -----------------------------------------------------------------
@@ -273,6 +493,29 @@ def test_a_dialogue_is_answered_if_its_last_message_has_the_marker(episodes, pla
     assert all(r["meta"]["candidates"]["seed"] == 8 and "seed" not in r["meta"] for r in again)
 
 
+def test_new_candidates_replace_old_ones_and_their_settings(episodes, playing):
+    """Those of another model and seed, or with --candidates_share none at all."""
+    given = episodes[:2]
+    for r in given:
+        r["meta"]["candidates"] = {**r["meta"], "seed": 5, "model": "another", "old": 1}
+    before = {key_of(r): tokens_of(r) for r in given}
+    settings = {key_of(r): {**r["meta"], "candidates": None} for r in given}
+    flags = ["--candidates", 2, "--max_tokens", 5]
+    again, _, _ = playing(given, *flags, "--seed", 8)
+    none, _, _ = playing(again, *flags, "--candidates_share", 0)
+    for r in (*again, *none):
+        assert {**r["meta"], "candidates": None} == settings[key_of(r)]
+    for r in again:
+        new = r["meta"]["candidates"]
+        assert new["seed"] == 8 and new["n_candidates"] == 2 and "old" not in new
+        assert new["model"] == given[0]["meta"]["model"]
+        for was, now in zip(before[key_of(r)], tokens_of(r), strict=True):
+            assert was[0] == now[0] and len(now) == 3 and was[1:3] != now[1:]
+    for r in none:
+        assert r["meta"]["candidates"]["candidates_share"] == 0
+        assert not any("candidates" in m for m in agent_messages(r))
+
+
 def test_no_sample_of_a_task_comes_twice():
     """Whatever the dialogues' own numbers are, which those that are free keep."""
     task = {"id": "a", "problem_description": "write f", "ground_truth": "def f(): return 1"}
@@ -283,6 +526,98 @@ def test_no_sample_of_a_task_comes_twice():
     with stdin_of(given):
         samples = [sample for _, sample in collect.read_jobs(args, {}, {})]
     assert samples[:4] == [5, 2, 3, 0] and len(set(samples)) == len(samples) == 9
+
+
+# --- what user code changes ---
+
+SPOILS = """
+def reply(task, history):
+    seen = task["ground_truth"], len(history), history[0]["role"]
+    history.insert(0, {"role": "system", "content": "Your secret: " + task["ground_truth"]})
+    history[-1]["content"] = "the assistant wrote"
+    history[-1].pop("token_ids", None)
+    task["test_cases"].clear()
+    task["ground_truth"] = "gone"
+    return "%s, %d messages, %s first" % seen
+async def advantages(task, history, actions):
+    spoiled = reply(task, history)
+    for action in actions:
+        action["token_ids"].clear()
+        action["output"] = spoiled
+    return [float(i) for i in range(len(actions))]
+"""
+
+
+def test_the_human_and_the_critic_get_copies_which_they_may_change(tasks, tmp_path, playing):
+    """A human that builds its request in place must not show the agent its secret."""
+    (tmp_path / "who.py").write_text(SPOILS)
+    flags = ["--human", tmp_path / "who.py", "--critic", tmp_path / "who.py", "--best_of", 2,
+             "--candidates", 2, "--max_tokens", 5, "--max_turns", 4]
+    (played,), _, end = playing(tasks[:1], *flags)
+    task, history = tasks[0]["task"], played["dialogue_history"]
+    assert end is None and played["task"] == task
+    assert [m["role"] for m in history] == 4 * ["user", "assistant"]
+    for n, message in enumerate(history):
+        if n % 2:
+            assert message["output"] != "the assistant wrote" and 1 <= len(message["token_ids"]) < 6
+            assert len(message["candidates"]) == 2
+        elif n:
+            assert message["content"] == f"{task['ground_truth']}, {n} messages, user first"
+
+
+# --- what user code imports ---
+
+@pytest.fixture
+def load(tmp_path, monkeypatch):
+    """load(text): the function reply of a human.py with this text. Its imports are forgotten."""
+    def load(text):
+        loaded = {*sys.modules}
+        monkeypatch.setattr(sys, "path", [*sys.path])
+        importlib.invalidate_caches()
+        (tmp_path / "human.py").write_text(text + "\n")
+        try:
+            return collect.load_function(str(tmp_path / "human.py"), "reply")
+        finally:
+            for name in {*sys.modules} - loaded:
+                del sys.modules[name]
+    return load
+
+
+REPLY = "def reply(task, history):\n    'Replies.'"
+
+
+@pytest.mark.parametrize("module, text", [
+    ("utils.py", f"import utils\n{REPLY}"), ("utils.py", f"{REPLY}\n    from utils import WORDS"),
+    ("model.py", f"import mine\n{REPLY}"), ("json.py", f"import json.tool\n{REPLY}"),
+    ("time.py", f"{REPLY}\n    import a, time as b"), ("colbench/__init__.py", REPLY
+                                                    + "\n    import colbench")])
+def test_a_module_beside_a_human_is_not_replaced_by_another_of_its_name(module, text, load,
+                                                                        tmp_path):
+    """Ours and the standard library's are found first, which would go unnoticed."""
+    (tmp_path / "mine.py").write_text("def later():\n    from model import Tree")
+    for name in ("collect.py", "random.py"):  # nobody imports these
+        (tmp_path / name).write_text("WORDS = 1")
+    assert callable(load(text))
+    (tmp_path / module).parent.mkdir(exist_ok=True)
+    (tmp_path / module).write_text("WORDS = 1")
+    name = module.partition("/")[0].removesuffix(".py")
+    with pytest.raises(SystemExit, match=f"human.py: `import {name}` in {tmp_path}/(human|mine).py "
+                                         f"would find .*, not {tmp_path / module}; rename"):
+        load(text)
+
+
+def test_a_human_imports_its_neighbours_and_copies_of_the_scripts(load, tmp_path):
+    copy_scripts(tmp_path)
+    (tmp_path / "words.py").write_text("import utils\nWORDS = 'fee'")
+    (tmp_path / "package").mkdir()
+    (tmp_path / "package/__init__.py").write_text("from words import WORDS as AGAIN")
+    text = ("import colbench, package\nfrom words import WORDS\n"
+            "def reply(task, history):\n    return WORDS + package.AGAIN")
+    assert load(text)({}, []) == "feefee"
+    with (tmp_path / "utils.py").open("a") as f:
+        f.write("WORDS = 1\n")
+    with pytest.raises(SystemExit, match=f"`import utils` in {tmp_path}/words.py would find "):
+        load(text)
 
 
 # --- bad input ------------------------------------------------------------------------------------
@@ -313,7 +648,141 @@ def test_a_template_without_a_generation_prompt_is_refused(tiny_dir):
         M.opened_thought(tokenizer)
 
 
+def test_a_hidden_task_is_warned_of_once_before_the_episodes(tasks, playing):
+    given = [{"task": {**r["task"], "agent_prompt": "Ask {max_turn} times."}} for r in tasks]
+    played, said, _ = playing([*given, tasks[0] | {"task": {**tasks[0]["task"], "id": "good"}}],
+                              "--max_tokens", 5, "--max_turns", 1)
+    assert len(played) == 5
+    told = [line for line in said.splitlines() if "agent_prompt" in line]
+    first = f"the task {tasks[0]['task']['id']}"
+    assert told == [f"4 tasks whose agent_prompt does not show the agent their problem_description "
+                    f"(the first: {first})",
+                    "4 times agent_prompt has a placeholder that is not filled in; known are "
+                    "{problem_description}, {max_turns}, {ANSWER}, {OUTPUT} (the first: {max_turn} "
+                    f"in {first})"]
+
+
+LEAVES_OUT = {  # what a template does not show: (a change of tiny's template, how it is said)
+    "texts": ("{{ m['content'] }}", "{% for p in m['content'] %}{{ p['text'] }}{% endfor %}",
+              "message 1 of 2, whose role is user"),
+    "assistant": ("{{ m['content'] }}", "{% if m['role'] == 'user' %}{{ m['content'] }}{% endif %}",
+                  "message 2 of 2, whose role is assistant"),
+    "system": ("{% for m in messages %}", "{% for m in messages if m['role'] != 'system' %}",
+               "message 1 of 2, whose role is system")}
+
+
+@pytest.mark.parametrize("what", LEAVES_OUT)
+def test_a_template_that_leaves_out_messages_plays_no_episode_and_trains_nothing(
+        what, tasks, ranked, tiny_dir, tmp_path, playing):
+    before, after, why = LEAVES_OUT[what]
+    base = shutil.copytree(tiny_dir, tmp_path / "base")
+    text = (base / "chat_template.jinja").read_text()
+    assert before in text
+    (base / "chat_template.jinja").write_text(text.replace(before, after))
+    given = tasks
+    if what == "system":  # a dialogue that begins with one
+        given = ranked[:1]
+        given[0]["dialogue_history"].insert(0, {"role": "system", "content": "Be brief."})
+    played, _, end = playing(given, "--model", base, "--max_tokens", 5, "--candidates", 1)
+    assert not played and f"it leaves out the content of {why}" in str(end)
+    for trainer in ("train_critic", "train_policy"):
+        done = script(f"{trainer}.py", "--model", base, "--out", tmp_path / trainer,
+                      stdin=given if what == "system" else ranked)
+        complaint(done, f"it leaves out the content of {why}")
+        assert not [*(tmp_path / trainer).iterdir()]
+
+
+# --- what it prints -------------------------------------------------------------------------------
+
+@pytest.mark.parametrize("totals, done, want", [
+    (dict(episodes=1, actions=3, asked=2, replies=2), 0, "wrote 1 episode of m"),
+    (dict(episodes=0), 7, "wrote 0 episodes of m (7 more in the --resume file)"),
+    (dict(episodes=2, actions=8, truncated=2, asked=1), 0, "wrote 2 episodes of m: 25.0 % of "
+     "messages truncated at --max_tokens 9; 1 of 1 human reply failed"),
+    (dict(episodes=2, actions=8, asked=5, replies=4, redacted=2), 1, "wrote 2 episodes of m (1 more "
+     "in the --resume file): 1 of 5 human replies failed; 2 of 5 human replies redacted")])
+def test_the_summary_has_no_clause_that_is_zero(totals, done, want, capsys):
+    args = collect.get_args(["--model", "m", "--max_tokens", "9"])
+    servers = {}
+    if "redacted" in totals:
+        usage = Counter(redacted=totals.pop("redacted"), replies=5, prompt_tokens=7)
+        servers, want = {"human": SimpleNamespace(usage=usage)}, (
+            f"{want}\nhuman: 5 requests, 7 prompt tokens, 0 completion tokens")
+    collect.print_summary(args, SimpleNamespace(totals=Counter(totals), servers=servers), done)
+    assert capsys.readouterr().err == want + "\n"
+
+
+def test_a_run_says_at_its_start_what_it_will_do(tasks, episodes, playing):
+    flags = ["--candidates", 2, "--max_tokens", 5, "--max_turns", 1, "--concurrency", 3]
+    _, said, _ = playing([*tasks, episodes[0]], *flags)
+    existing, new = said.splitlines()[:2]
+    assert existing.startswith("sampling 2 candidates per message of 1 dialogue from ")
+    assert new.startswith("running 4 episodes of ") and "transformers on cpu: human " in new
+    assert new.endswith("toy.py, at most 1 turn, 3 at once")
+
+
+@pytest.mark.parametrize("n, at_once", [(40, 4), (7, 256), (5, 1)])
+def test_the_time_left_is_estimated_by_the_time_that_episodes_took(n, at_once):
+    """In a simulation of episodes of 10 s the estimate is right to one episode at any moment.
+
+    By the time since the start it would be 390 s too long for (40, 4) after the first episode.
+    """
+    ends = [10 * (1 + i // at_once) for i in range(n)]  # one round after another
+    for i, now in enumerate(ends):
+        totals = Counter(episodes=i + 1, seconds=10 * (i + 1))
+        left = collect.time_left(totals, n, at_once).total_seconds()
+        assert abs(left - (ends[-1] - now)) <= 10, (i, left)
+    assert left == 0
+
+
 # --- the human ------------------------------------------------------------------------------------
+
+BLOCKS = """
+import threading, time
+barrier = threading.Barrier(3)
+calls = 0
+def reply(task, history):
+    global calls
+    calls += 1
+    if calls == 1:
+        time.sleep(0.3)
+    else:
+        barrier.wait(60)
+    return "yes"
+"""
+
+
+def test_a_human_that_waits_serves_several_episodes_at_once(tasks, tmp_path, playing):
+    """The first call alone shows that it waits; each later one ends only beside two others."""
+    (tmp_path / "human.py").write_text(BLOCKS)
+    flags = ["--human", tmp_path / "human.py", "--max_tokens", 5, "--max_turns", 2]
+    played, said, end = playing([*tasks, *tasks[:3]], *flags)
+    assert len(played) == 7 and end is None
+    assert said.count("reply() waits (0.3 s) and is not async: from now on its calls run in") == 1
+
+
+COMPUTES = """
+import threading, time
+threads = set()
+def reply(task, history):
+    start = time.thread_time()
+    while time.thread_time() < start + SECONDS:
+        pass
+    threads.add(threading.current_thread())
+    assert len(threads) == 1
+    return "yes"
+"""
+
+
+@pytest.mark.parametrize("seconds", [0, 0.3])
+def test_a_human_that_computes_stays_in_one_thread_and_needs_no_lock(seconds, tasks, tmp_path,
+                                                                     playing):
+    """Such as one with a model of its own, of which 256 calls at once would not fit in memory."""
+    (tmp_path / "human.py").write_text(COMPUTES.replace("SECONDS", str(seconds)))
+    flags = ["--human", tmp_path / "human.py", "--max_tokens", 5, "--max_turns", 2]
+    played, said, end = playing(tasks, *flags)
+    assert len(played) == 4 and end is None and "waits" not in said
+
 
 WRITTEN = """
 async def reply(task, history):
@@ -339,7 +808,7 @@ def test_a_human_is_a_file_with_a_function(tasks, tmp_path, playing):
                                    "the human's reply is not a string: 5",
                                    "KeyError: 'no such task'")):
         assert f"task {name}, sample 0 failed: {why}" in said
-    assert said.endswith("; of 21 human replies 19 failed and 0 were redacted\n")
+    assert said.endswith(": 19 of 21 human replies failed\n")
     assert str(end).startswith("error: 19 episodes failed and were not written")
 
 
@@ -370,7 +839,8 @@ def test_when_the_run_ends_by_an_error_the_episodes_under_way_end_first(who, tas
     assert str(end) == (
         f"error: task {tasks[0]['task']['id']}, sample 15 failed: KeyError: 'down'; it is the "
         "16th failure in a row; rerun with --resume FILE to continue")
-    assert said.count("'down'") == 15
+    assert said.count("failed: KeyError: 'down'") == 15
+    assert said.count("Traceback") == 1 and 'who.py", line 9, in reply' in said  # not 16 times
 
 
 EXPIRES = """

@@ -1,17 +1,22 @@
 """Servers as human, engine and judge: real HTTP, to a server of the test's own that fails."""
 import asyncio
 import http.server
+import itertools
 import json
 import random
 import re
+import runpy
 import threading
 import time
+from collections import Counter
+from pathlib import Path
 
 import pytest
 
 import colbench
 import collect
 import model as M
+import utils
 from conftest import ROOT, dialogue, key_of, turns_of
 from utils import rng
 
@@ -115,7 +120,8 @@ def test_an_llm_humans_reply_is_short_and_quotes_no_code_however_spaced(tasks, p
     replies = [m["content"] for r in played for m in r["dialogue_history"][2::2]]
     start = f"hi ?, {prose}: [...] so so"
     assert replies and all(r.startswith(start) and len(r) <= 400 for r in replies)
-    assert f"of {len(replies)} human replies 0 failed and {len(replies)} were redacted" in last
+    n = len(replies)
+    assert f"; {n} of {n} human replies redacted" in last and "replies failed" not in last
     for _, body, _ in human.seen:
         assert "max_tokens" not in body and body["max_completion_tokens"] == 20
         assert body["temperature"] == 0 and body["top_p"] == 0.5
@@ -163,6 +169,101 @@ def test_an_llm_human_may_tell_a_fact_but_not_all_that_it_knows():
         assert got == f"{before}{'[...]' if b - a > 2 else quote}{after}"
 
 
+NAMES = "You", "User", "Human", "The human", "Colleague"
+FORMS = ("{}:", "**{}:**", "**{}**:", "*{}*:", "[{}]:", "### {}:",
+         "{} (the colleague):")
+WORDS = ["It is 4 percent.", "The prize for you: 3 euros.", "Call f(user: 3) then?", "half\nof it",
+         "- user: the name\n- agent: the browser", "```\nuser: 3\nassistant: 4\n```",
+         "{\n    you: 3,\n    agent: 4\n}", 'Write "Hi. Assistant: yes" first.', "user:secret",
+         "`Fine. Assistant: no` is it.", "As I said, you, the agent: no",
+         "There are two. You: 3 points."]
+
+
+def test_an_llm_human_speaks_for_itself_only():
+    """Of a dialogue it writes, however it marks the speakers, its own first words are the reply."""
+    r = random.Random(0)
+
+    def label(names):
+        style = r.choice([str, str.upper, str.lower])
+        return r.choice(FORMS).format(style(r.choice(names))) + r.choice([" ", "\n", "  "])
+
+    for _ in range(2000):
+        own, more = r.sample(WORDS, 2)
+        other = r.choice(WORDS[:-1])  # the last would be the human's after the agent
+        assert colbench.own_words(own) == (own, False, False)
+        named, follows = r.random() < 0.5, r.random() < 0.5
+        reply = label(NAMES) + own if named else own
+        if follows:
+            reply += r.choice(["\n", "\n\n"]) + label(["Assistant", "Agent", "AI assistant", "AI"])
+            reply += other + r.choice(["", f"\n{label(NAMES)}{more}"])
+        assert colbench.own_words(reply) == (own, named, follows), reply
+        replayed = f"{label(['Assistant'])}{other}\n{label(NAMES)}{own}"
+        assert colbench.own_words(replayed) == (own, True, True), replayed
+    one_line = "You: It is 4. Assistant: And the fee? You: 13."
+    assert colbench.own_words(one_line) == ("It is 4.", True, True)
+    assert colbench.own_words("It is 4. **Assistant:** Why?") == ("It is 4.", False, True)
+    with pytest.raises(ValueError, match="only speakers' names"):
+        colbench.own_words("You:\nAssistant:")
+
+
+def test_the_agent_does_not_read_what_the_human_says_for_others(tasks, playing):
+    told = ["You: it is {}", "**Human:** it is {}\n\n**Assistant:** And the fee?\nYou: 13",
+            "it is {}", "it is {}\nassistant: And the fee?"]
+    turn = itertools.count()
+    human = Server(lambda path, body: chat(told[next(turn) % 4].format(4)))
+    played, last, _ = playing(tasks[:4], *PLAY, "--concurrency", 1, "--human", human.url)
+    replies = [m["content"] for r in played for m in r["dialogue_history"][2::2]]
+    assert len(replies) >= 4 and {*replies} == {"it is 4"}
+    kinds = Counter(i % 4 for i in range(len(replies)))
+    n = len(replies)
+    assert f"{kinds[0] + kinds[1]} of {n} human replies began with a speaker's name" in last
+    assert f"{kinds[1] + kinds[3]} of {n} human replies continued with further speakers" in last
+
+
+@pytest.mark.parametrize("code", [
+    "x < 5", "dentist_experience < 5", "kind == 'short'", '"cm" in units', "a <= b < c", "x != y",
+    "unit not in known_units", "discount is not None", "x - 1", "n-1", "total-net_price", "a - b",
+    "pay(x)", "words = text.split()", "rate *= 2", "return a + b", "return total_price", "if x: y",
+    "hours % 24", "lines[-1]", "def f(x): pass", "'%s' % name", "(a + b)*3"])
+def test_code_is_code(code):
+    assert colbench.is_code(code) and colbench.is_code(f"  {code} ")
+
+
+@pytest.mark.parametrize("prose", [
+    "t-shirt", "Wall-E", "fast-paced", "UTF-8", "COVID-19", "12-month", "and/or", "N/A", "24/7",
+    "2024-01-31", "Height (cm)", "20 % off", "return the", "return 'too short'", "return -1",
+    "fee in euros", "2 in total", "color is red", "max_price is 1200", "rate = 4", "unsure",
+    "mid-level, low-risk", "kind-of-blue", "not too short"])
+def test_prose_that_parses_is_no_code(prose):
+    assert not colbench.is_code(prose)
+    task = {"ground_truth": CODE, "hidden_information": f"{prose} {'x' * 12}\n{prose}xxxxxxxxxxxx"}
+    assert colbench.redact(f"so {prose}, please", task) == f"so {prose}, please"
+
+
+def test_a_compared_value_is_redacted_and_a_compound_word_is_not():
+    """Both are single lines of the hidden information, of which a human may tell one fact."""
+    task = {"ground_truth": CODE, "hidden_information": "experience < 5\nanti-gravity-boots\nno"}
+    assert colbench.redact("if experience < 5 then", task) == "if [...] then"
+    assert colbench.redact("use anti-gravity-boots", task) == "use anti-gravity-boots"
+
+
+def test_the_manuals_human_reads_the_dialogue_with_roles_exchanged(tasks, tmp_path, playing,
+                                                                   monkeypatch):
+    text = Path(ROOT, "tests/experiments/MANUAL.md").read_text(encoding="utf-8")
+    (code,) = re.findall(r"<!-- human -->\n```python\n(.*?)```", text, re.S)
+    (tmp_path / "mine.py").write_text(code)
+    server = Server(lambda path, body: chat(f"it is {len(body['messages'])}"))
+    monkeypatch.setenv("OPENAI_BASE_URL", server.url)
+    monkeypatch.setenv("OPENAI_API_KEY", "sesame")
+    (r,), said, _ = playing(tasks[:1], *PLAY, "--human", tmp_path / "mine.py")
+    history = r["dialogue_history"]
+    assert [m["content"] for m in history[2::2]] == ["it is 2", "it is 4"] and "waits" not in said
+    system, *others = server.seen[-1][1]["messages"]
+    assert system["role"] == "system" and system["content"].endswith(r["task"]["ground_truth"])
+    assert [m["role"] for m in others] == ["user", "assistant", "user"]
+    assert [m["content"] for m in others] == [m["content"] for m in history[1:4]]
+
+
 # --- the engine -----------------------------------------------------------------------------------
 
 def draw(prompt, seed, most, stop):
@@ -190,9 +291,12 @@ def test_flaky_servers_lose_no_episode_and_nothing_is_made_up(temperature, tiny_
     That the engine's model has another name is told.
     """
     server = Server(lambda *asked: (said if "messages" in asked[1] else sampled)(*asked), 0.2)
-    candidates = 3 if temperature else 0
-    flags = [*PLAY, "-k", 2, "--candidates", candidates, "--engine", server.url, "--top_p", 0.9,
-             "--temperature", temperature, "--human", server.url]
+    flags = [*PLAY, "-k", 2, "--engine", server.url, "--temperature", temperature,
+             "--human", server.url]
+    top_p, candidates = 1, 0
+    if temperature:
+        top_p, candidates = 0.9, 3
+        flags += ["--top_p", top_p, "--candidates", candidates]
     got, told, _ = playing(tasks, *flags)
     got.sort(key=key_of)
     assert got == sorted(playing(tasks, *flags)[0], key=key_of)  # each draw has a seed of its own
@@ -200,7 +304,7 @@ def test_flaky_servers_lose_no_episode_and_nothing_is_made_up(temperature, tiny_
     assert f"serves m, assumed to be {tiny_dir}" in told
     tokenizer = M.find_model(tiny_dir)[1]
     bodies = [body for _, body, _ in server.seen if "prompt" in body]
-    assert all(b["temperature"] == temperature and b["top_p"] == 0.9 for b in bodies)
+    assert all(b["temperature"] == temperature and b["top_p"] == top_p for b in bodies)
     stop, seeds = bodies[0]["stop_token_ids"], set()
     for r in got:
         history = r["dialogue_history"]
@@ -222,6 +326,20 @@ def test_flaky_servers_lose_no_episode_and_nothing_is_made_up(temperature, tiny_
     assert ("only the human can make" in told) == (not temperature)
 
 
+def test_each_message_of_an_engine_has_a_seed_of_its_own(tasks, playing):
+    """It depends on the task, the sample, the turn and --seed, and on nothing else."""
+    def seeds(*flags):
+        server = Server(sampled)
+        played, _, _ = playing(tasks[:2], *PLAY, "-k", 2, "--engine", server.url, *flags)
+        turns = sum(len(colbench.agent_messages(r)) for r in played)
+        bodies = [body for path, body, _ in server.seen if path == "/v1/completions"]
+        found = {body["seed"] for body in bodies}
+        assert turns == len(bodies) == len(found) > len(played) == 4
+        return found
+    first = seeds()
+    assert seeds("--concurrency", 1) == first and not seeds("--seed", 9) & first
+
+
 PAGE = "not that of an OpenAI-compatible server"
 DRAWN = {"finish_reason": "length", "token_ids": [7], "logprobs": {"token_logprobs": [-0.5]}}
 
@@ -241,7 +359,8 @@ def test_a_reply_that_is_of_no_use_is_no_action(choice, why):
 # --- a server that is not as it should be ---------------------------------------------------------
 
 def endpoint(server, retries=8):
-    args = collect.get_args(["--timeout", str(TIMEOUT), "--retries", str(retries)])
+    args = collect.get_args(["--engine", server.url, "--timeout", str(TIMEOUT), "--retries",
+                             str(retries)])
     return collect.Endpoint(server.url, args, {})
 
 
@@ -277,24 +396,39 @@ def test_an_error_of_a_server_is_the_episodes_if_it_has_answered_others(monkeypa
     asyncio.run(all_of())
 
 
-CUT = "the reply is empty or may be truncated, finish_reason "
+LENGTHS = "length", "MAX_TOKENS", "max_tokens", "model_length"
 WHICH = """serves a, b, not None; choose the human's by --human_params '{"model": "NAME"}'"""
-LONGER = """finish_reason length (try --human_params '{"max_tokens": 4000, """
+LONGER = """truncated: allow more tokens, such as by --human_params '{"max_tokens": 4000}'"""
 
 
 @pytest.mark.parametrize("reply, why", [
     (chat([{"type": "text", "text": "it is "}, {"type": "text", "text": "4"}]), None),
     (chat("<think>4?</think> it is 4"), None),
     (chat("it says 5.\n</think>\n\nit is 4"), None),  # the server's prompt has opened the thought
-    *((chat("it is 4 and", why), f"{CUT}{why}")
-      for why in ("length", "content_filter", "tool_calls", "error", "", None)),
-    ({"choices": [{"message": {"content": "it is 4 and"}}]}, f"{CUT}None")])
+    *((chat("it is 4", why), None) for why in (
+        "eos_token", "eos", "end_turn", "END_TURN", "stop_sequence", "STOP", "COMPLETE")),
+    *((chat("it is 4 and", why), LONGER) for why in LENGTHS), (chat("", "length"), LONGER),
+    *((chat("it is 4 and", why), f"the reply is incomplete, finish_reason {why} ")
+      for why in ("content_filter", "SAFETY", "tool_calls", "tool_use", "error", "")),
+    (chat("<think>no end", "end_turn"), "the reply is empty, finish_reason end_turn"),
+    (chat(None, "stop"), "the reply is empty, finish_reason stop")])
 def test_a_humans_reply_is_whole_and_without_thoughts(reply, why):
+    """However a server spells that it is. Tokens are spoken of only if they are the reason."""
     if why:
-        with pytest.raises(ValueError, match=why):
+        with pytest.raises(ValueError, match=re.escape(why)) as raised:
             collect.reply_text(reply)
+        assert ("max_tokens" in str(raised.value)) == (why == LONGER)
     else:
         assert collect.reply_text(reply) == "it is 4"
+
+
+@pytest.mark.parametrize("choice", [{}, {"finish_reason": None}])
+def test_a_server_that_gives_no_reason_is_believed_with_a_warning(choice, capsys):
+    """Some proxies leave the reason out of all replies; until now none of them could be used."""
+    reply = {"choices": [{"message": {"content": "it is 4"}, **choice}]}
+    assert collect.reply_text(reply) == "it is 4"
+    utils.print_warnings()
+    assert "1 replies came without a finish_reason, and count as complete" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("reply, models, path, params, why", [
@@ -370,6 +504,37 @@ def test_an_address_of_azure_keeps_its_query_and_sends_its_key(monkeypatch):
     assert authorization == "Bearer sesame" and heads[-1]["api-key"] == "sesame"
 
 
+@pytest.mark.parametrize("before, after", [("", "\n"), (" ", "\r\n"), ("\t", "")])
+def test_white_space_around_a_key_is_no_part_of_it(before, after, monkeypatch):
+    """As `export OPENAI_API_KEY=$(cat key.txt)` in Windows, or an editor, adds it."""
+    monkeypatch.setenv("OPENAI_API_KEY", f"{before}sesame{after}")
+    server = Server(said)
+    asyncio.run(chat_with(endpoint(server, retries=0)))
+    assert server.seen[-1][2] == "Bearer sesame"
+
+
+@pytest.mark.parametrize("wrong", ["\n", " ", "’", "ü", "\x7f"])
+def test_a_key_that_can_not_be_one_is_named_but_not_shown(wrong, monkeypatch):
+    monkeypatch.setenv("OPENAI_API_KEY", f"ses{wrong}ame")
+    with pytest.raises(SystemExit, match="the API key in OPENAI_API_KEY has the character") as end:
+        endpoint(Server(said))
+    assert "ame" not in str(end.value) and repr(wrong) in str(end.value)
+
+
+@pytest.mark.parametrize("status, advice", [
+    (None, "is the server running, and its address right"), (401, "check the key in OPENAI_API_KEY"),
+    (404, "does the address end in /v1"), (500, "does the address end in /v1")])
+def test_a_server_without_a_list_of_models_gets_the_advice_that_helps(status, advice, monkeypatch):
+    server = Server(said)
+    monkeypatch.setattr(Handler, "do_GET", lambda self: self.send('{"error": "no"}', status))
+    if not status:
+        server.server_close()
+        server.shutdown()
+    with pytest.raises(SystemExit, match=re.escape(f"models ({advice}")) as end:
+        asyncio.run(endpoint(server).find_served_model())
+    assert str(status) in str(end.value) or "connect" in str(end.value).lower()
+
+
 def test_a_server_on_this_machine_is_behind_no_proxy(monkeypatch):
     for name in ("HTTP_PROXY", "http_proxy"):
         monkeypatch.setenv(name, "http://127.0.0.1:9")
@@ -401,7 +566,34 @@ def test_a_judge_scores_a_message_by_the_share_of_its_comparisons_that_it_wins(t
         return await collect.call_user_function(critic, task, dialogue("write f(x)"), actions)
     assert asyncio.run(judged(prefers_no)) == [0, 0.5, 0.5, 0.75, 0.75]
     for reply, error, why in (
-            (chat("A better one is B"), ValueError, "must name A or B, not both"),
+            (chat("A is better than B"), ValueError, "must name A or B, not both"),
             (("no", 404), OSError, "the judge at http")):
         with pytest.raises(error, match=why):
             asyncio.run(judged(lambda path, body: reply))
+
+
+@pytest.fixture(scope="module")
+def verdict():
+    """judge.py's verdict(reply, finish_reason)."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("JUDGE", "http://127.0.0.1:9/v1")
+        return runpy.run_path(f"{ROOT}/tests/experiments/judge.py")["verdict"]
+
+
+@pytest.mark.parametrize("reply, letter", [
+    ("A", "A"), ("**B**", "B"), ("Answer: (B)", "B"), ("B.", "B"), ("Message A", "A"),
+    ("<think>A or B?</think>\n\nB", "B"), ("A is better.", "A"), ("A, as it asks for the fee", "A"),
+    ("A because a fee is missing", "A"), ("B: a question that a colleague can answer", "B"),
+    ("A good question decides, so B", "B"), ("The better one is A", "A"),
+    ("A better message would be the second one.", None), ("Option b", None), ("Neither.", None),
+    ("A is good, B is better", None), ("B. A", None), ("", None), ("A\nB", None),
+    ("<think>\nA first look says the second one asks for the fee, so", None)])
+def test_a_judge_names_one_message_and_the_article_is_no_name(reply, letter, verdict):
+    if letter:
+        assert verdict(reply, "stop") == letter
+    else:
+        with pytest.raises(ValueError, match="is no verdict: it must name A or B, not both"):
+            verdict(reply, "stop")
+    for reason in ("length", "max_tokens"):
+        with pytest.raises(ValueError, match="truncated"):
+            verdict(reply, reason)

@@ -1,7 +1,8 @@
-"""A real vLLM server, in its CPU build, of a tiny model: as the agent and as the human."""
+"""A real vLLM server, in its CPU build, of a tiny model: as the engine, the human and the agent."""
 import json
 import math
 import os
+import re
 import subprocess
 import sys
 
@@ -52,19 +53,22 @@ def check(got, tiny_dir, tasks):
 @pytest.fixture(scope="module")
 def served(tiny_dir, tasks, tmp_path_factory):
     """{name: (stdout, stderr, exit code)} of a collection whose engine is a server of two copies of
-    the model ("agent"), and of one whose human it is.
+    the model ("agent"), of one whose human it is, and of one that it plays alone ("both").
 
     A task is too long for the context. The human's replies are made to end.
     """
     long = {**tasks[0]["task"], "id": "long", "problem_description": "one word more " * 900}
     eos = M.find_model(tiny_dir)[1].eos_token_id
     params = json.dumps({"max_tokens": 400, "min_tokens": 20, "logit_bias": {eos: 100}})
-    runs = {"agent": ([tasks[0], {"task": long}, *tasks[1:]], [*HUMAN, "--engine", "$1"]),
-            "human": (tasks, ["--human_params", f"'{params}'", "--human", "$1"])}
+    human = ["--human_params", f"'{params}'", "--human", "$1"]
+    local = ["--model", tiny_dir, *PLAY]
+    runs = {"agent": ([tasks[0], {"task": long}, *tasks[1:]], [*local, *HUMAN, "--engine", "$1"]),
+            "human": (tasks, [*local, *human]),
+            "both": (tasks, ["--agent", "$1", *human, "--max_turns", 3, "--max_tokens", 12])}
     out, command = tmp_path_factory.mktemp("served"), ""
     for name, (given, flags) in runs.items():
         (out / f"{name}.in").write_text(lines(given))
-        collect = " ".join(map(str, ["python collect.py --model", tiny_dir, *PLAY, *flags]))
+        collect = " ".join(map(str, ["python collect.py", *flags]))
         at = out / name
         command += f"{collect} < {at}.in > {at}.out 2> {at}.err; echo $? > {at}.code\n"
     before = descendants()
@@ -91,6 +95,23 @@ def test_it_plays_the_human(served):
     assert all("the reply is empty" in line for line in failed) and code == bool(failed), stderr
     replies = {m["content"] for r in records(stdout) for m in r["dialogue_history"][2::2]}
     assert replies and all(0 < len(reply) <= 400 for reply in replies)
+
+
+def test_it_plays_agent_and_human_at_once(served, tiny_dir):
+    """The untrained agent does not end its messages, so that the server truncates each."""
+    stdout, stderr, code = served["both"]
+    failed = [line for line in stderr.splitlines() if " failed: " in line]
+    assert all("the reply is empty" in line for line in failed) and code == bool(failed), stderr
+    played = records(stdout)
+    assert played and all(r["meta"]["agent_model"] == tiny_dir for r in played)
+    for r in played:
+        messages = colbench.agent_messages(r)
+        assert r["dialogue_history"][0] == colbench.first_message(r["task"], 3)
+        assert [m["completion_tokens"] for m in messages if m["cut"]] == [12] * len(messages)
+    asked, prompts, sampled = map(int, re.search(
+        r"\nagent: (\d+) requests, (\d+) prompt tokens, (\d+) completion tokens\n",
+        stderr).groups())
+    assert asked >= 3 * len(played) and prompts > 9 * asked and sampled == 12 * asked
 
 
 def test_killed_it_leaves_no_process_behind(tiny_dir, tasks, tmp_path):

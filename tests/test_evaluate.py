@@ -1,18 +1,14 @@
-"""evaluate.py against numbers worked out by hand, and its intervals against the textbook.
-
-And the report of episodes: what it shows, and that texts stay texts.
-"""
+"""evaluate.py against numbers worked out by hand, and its intervals against the textbook."""
 import random
 import re
 import statistics
-from html.parser import HTMLParser
 from itertools import combinations
 
 import pytest
 
 import colbench
 import evaluate
-from conftest import dialogue, lines, stdin_of, succeed
+from conftest import dialogue, lines, stdin_of
 
 CODE = "def f(x, rate=3, fee=12): return x * rate + fee"
 
@@ -159,8 +155,119 @@ def test_systems_that_have_nothing_in_common(run):
     names = ("success", "success_95", "tests_passed", "tests_passed_95", "wins", "wins_95")
     assert b["minus_first"] == {"first": "a", "tasks": 0, **dict.fromkeys(names)}
     assert [r["reward_by"] for r in (a, b)] == [["honest rules"], ["official rules"]]
-    assert table.endswith("honest rules, official rules; NOT THE SAME TASKS: compare only the "
-                          "differences; NOT COMPARABLE: different graders\n")
+    assert table.endswith("honest rules, official rules; NO COMMON TASK with a: b; NOT COMPARABLE: "
+                          "different graders\n")
+
+
+def test_differences_name_the_number_of_common_tasks_unless_that_is_all(run):
+    """Each in a column of its number; without a common task a note says so."""
+    of = lambda tasks, reward: [episode(task, reward) for task in tasks]
+    files = dict(a=of("xyz", 0.5), b=of("xyz", 1), c=of("yzw", 1), d=of("x", 0), e=of("vw", 1))
+    results, table = run("a.jsonl", *(f"{name}.jsonl" for name in "bcde"), **files)
+    head, *rows, note = table.splitlines()
+    titles = [f"{metric} - first{of}" for of in ("", ", 2 tasks", ", 1 task")
+              for metric in ("success", "tests")]
+    assert re.findall(r"\w+ - first(?:, \d \w+)?", head) == titles
+    for row, cells in zip(rows, ([], ["+100.0 [+100.0, +100.0]", "+50.0 [+50.0, +50.0]"],
+                                 ["+100.0 [+100.0, +100.0]", "+50.0 [+50.0, +50.0]"],
+                                 ["+0.0", "-50.0"], [])):
+        assert re.findall(r"[+-]\d+\.\d(?: \[.*?\])?", row) == cells
+    starts = [re.search(r"[+-]\d|$", row).start() for row in rows]
+    assert starts[1] < starts[2] < starts[3]
+    assert note.endswith("NOT THE SAME TASKS: compare only the differences; "
+                         "NO COMMON TASK with a: e")
+    assert run("a.jsonl", "e.jsonl", **files)[1].endswith("rules; NO COMMON TASK with a: e\n")
+    assert run("a.jsonl", "b.jsonl", **files)[1].endswith("graded by honest rules\n")
+
+
+def test_a_share_of_0_or_1_in_all_tasks_has_an_exact_interval(run):
+    """Clopper-Pearson's, by its definition; differences and counts have the bootstrap's."""
+    tail = lambda n, share: share ** n  # probability that n tasks all succeed
+    for n in (1, 2, 5, 40):
+        names = [str(i) for i in range(n)]
+        files = dict(all=[episode(name, 1) for name in names for _ in range(2)],
+                     none=[episode(name, 0) for name in names for _ in range(2)])
+        (every, none), table = run("all.jsonl", "none.jsonl", **files)
+        for metric in ("success", "tests_passed", "pass^2"):
+            (low, one), (zero, high) = every[f"{metric}_95"], none[f"{metric}_95"]
+            assert (zero, one) == (0, 1)
+            assert [tail(n, low), tail(n, 1 - high)] == pytest.approx([0.025] * 2, rel=0.01)
+        assert every["unanswered_95"] == none["success_95"]
+        same = None if n == 1 else [1, 1]
+        assert every["turns_95"] == same
+        assert none["minus_first"]["success_95"] == (same and [-1, -1])
+        assert f"100.0 [{100 * low:.1f}, 100.0]" in table
+        assert f"0.0 [0.0, {100 * high:.1f}]" in table
+        assert "[95 % bootstrap intervals over tasks, exact ones for 0 and 100 %]" in table
+    page = {"problem_description": "p", "ground_truth": "<html></html>"}
+    ours, rival = ([{**episode(name, reward), "task": {**page, "id": name}} for name in "abc"]
+                   for reward in (0.5, 0.25))
+    (_, r), _ = run("rival.jsonl", "ours.jsonl", ours=ours, rival=rival)
+    assert r["minus_first"]["wins"] == 1
+    assert r["minus_first"]["wins_95"] == [round(0.025 ** (1 / 3), 4), 1]
+
+
+MADE = {"model": "a", "model_weights": "1a", "tokenizer_and_config": "b", "seed": 0,
+        "version": "x", "engine": None, "n_candidates": 0, "candidates_share": 1.0,
+        "asked_hash": "c", "time": 1,  # these are no conditions; those below are
+        "human": "toy.py 1f", "human_model": None, "human_params": {}, "prompts": "2e",
+        "max_turns": 6, "temperature": 1.0, "best_of": 1, "critic": None, "thinking": 0}
+
+
+def test_conditions_that_differ_between_systems_are_noted(run):
+    """Each setting but those of the agent; what a record does not say is not known to differ."""
+    conditions = list(MADE)[list(MADE).index("human"):]
+    of = lambda meta, **more: [episode("x", 1, sample=0, meta=meta, **more)]
+    for name in MADE:
+        for value in ("another", 7, {"a": [1]}, None):
+            other = {**MADE, name: 7 if name == "seed" else value}
+            if name in ("asked_hash", "model_weights") and not isinstance(value, str):
+                continue  # not valid
+            (a, b), table = run("a.jsonl", "b.jsonl", a=of(MADE), b=of(other))
+            if name in conditions and value != MADE[name]:
+                assert table.splitlines()[-1] == (
+                    f"NOT THE SAME CONDITIONS: {name} {MADE[name]} or {value}")
+                assert b["conditions"] == {**a["conditions"], name: [value]}
+            else:
+                assert table.endswith("graded by honest rules\n"), name
+    without = {name: value for name, value in MADE.items() if name != "max_turns"}
+    for meta in ({}, without):
+        assert "CONDITIONS" not in run("a.jsonl", "b.jsonl", a=of(MADE), b=of(meta))[1]
+    two = of(MADE) + [episode("y", 1, sample=0, meta={**MADE, "max_turns": 9, "human": "h.py 2"})]
+    _, table = run("a.jsonl", "b.jsonl", a=of(MADE), b=two)
+    assert table.endswith("\nNOT THE SAME CONDITIONS: human toy.py 1f or h.py 2, max_turns 6 or 9\n"
+                          ), table
+    assert "CONDITIONS" not in run("a.jsonl", "b.jsonl", a=two, b=two)[1]
+
+
+def test_rewards_of_another_python_are_noted(run):
+    of = lambda *by: [episode(str(i), 1, by=name) for i, name in enumerate(by)]
+    old, new = "honest rules, Python 3.11", "honest rules, Python 3.12"
+    for a, b, label, differ in (
+            ([old, old], [new, new], f"{old}, Python 3.12", True),
+            ([old, old], [old, f"{old}, numpy 2.4"], f"{old}, numpy 2.4", False),
+            ([old, f"{old}, numpy 2.3"], [old, f"{old}, numpy 2.4"],
+             f"{old}, numpy 2.3, numpy 2.4", True),
+            (["honest rules"] * 2, [old, old], old, False)):  # of an older version
+        _, table = run("a.jsonl", "b.jsonl", a=of(*a), b=of(*b))
+        note = "; NOT COMPARABLE: different graders" if differ else ""
+        assert table.endswith(f"graded by {label}{note}\n")
+
+
+def test_grade_prints_the_mean_of_the_table(run, grading):
+    """A mean over tasks, however many episodes they have."""
+    r = random.Random(0)
+    for _ in range(20):
+        tasks = [{"id": str(t), "problem_description": "p", "ground_truth": CODE,
+                  "test_cases": {str(i): f"f({i})" for i in range(r.randint(1, 7))}}
+                 for t in range(3)]
+        given = [{"task": task, "dialogue_history": dialogue("p", "a"), "sample": sample,
+                  "answer": f"def f(x): return x * 3 + {r.choice([12, 12, 0])} * (x % 2)"}
+                 for task in tasks for sample in range(r.randint(1, 5))]
+        graded, told, _ = grading(given)
+        (got,), table = run("s.jsonl", s=graded)
+        mean = re.search(rf"graded {len(given)} answers: (.*?) % tests passed by", told)[1]
+        assert f" {mean} [" in table and mean == f"{100 * got['tests_passed']:.1f}"
 
 
 def test_two_tasks_of_one_id_are_not_compared(run):
@@ -199,37 +306,3 @@ def test_names(run, tmp_path):
                      **files)
     assert [r["system"] for r in got] == ["lr=1/test.jsonl", "lr=2/test.jsonl", "sweet", "stdin"]
     assert table.endswith("graded by honest rules\n")  # these are the same tasks
-
-
-# --- the report -----------------------------------------------------------------------------------
-
-HOSTILE = ("</script><script>document.title = 'owned'</script></template>"
-           "<img src=x onerror=\"document.title = 'owned'\"><!--")
-
-
-def test_what_a_model_wrote_is_never_markup_and_candidates_come_best_first(tmp_path):
-    candidates = [{"output": HOSTILE, "token_ids": [1], "advantage": advantage,
-                   "role": '"><img src=x>'} for advantage in (-0.5, 0.25, 0.0)]
-    task = {"problem_description": HOSTILE, "ground_truth": HOSTILE, "id": HOSTILE,
-            "test_cases": {"a": "f()"}}
-    history = dialogue(HOSTILE, HOSTILE)
-    history[1]["candidates"] = candidates
-    for name, reward in ("base", 0.5), ("sweet", 1.0):
-        (tmp_path / name).write_text(lines([{
-            "task": task, "answer": HOSTILE, "reward": reward, "dialogue_history": history,
-            "tests": {HOSTILE: HOSTILE}, "failure": HOSTILE}]))
-    tags, texts, html = [], [], HTMLParser()
-    html.handle_starttag = lambda tag, attributes: tags.append((tag, dict(attributes)))
-    html.handle_comment = html.handle_decl = html.handle_pi = html.handle_data = texts.append
-    html.feed(succeed("tests/experiments/report.py", "base", "sweet", cwd=tmp_path).stdout)
-    html.close()
-    assert {tag for tag, _ in tags} == {"meta", "title", "style", "nav", "details", "summary", "b",
-                                        "span", "main", "h3", "pre", "div", "section"}
-    assert {name for _, attributes in tags for name in attributes} == {
-        "charset", "class", "name", "open"}
-    # an answer, a failure and five messages of each system; what is hidden, an id, a description
-    assert texts.count(HOSTILE) == 2 * 7 + 3 and texts.count(f"{HOSTILE}: {HOSTILE}") == 2
-    shown = [text for text in texts if re.fullmatch(r"[+-]?[\d.]+|episode.*", text)]
-    best_first = ["+0.250", "+0.000", "-0.500"]
-    assert HOSTILE[:90] in texts and shown == [
-        "50", "100", "episode 0: reward 0.500", *best_first, "episode 0: reward 1.000", *best_first]

@@ -178,6 +178,52 @@ def test_prompt_and_action_begin_as_the_template_writes_the_conversation(part):
                     assert count(wrote) == count(map(ord, there)), case
 
 
+SHOWN = "<|im_start|>{{ m['role'] }}\n{{ m['content'] | trim }}<|im_end|>\n"
+DROPS = {  # templates that leave out messages, or none
+    "none": "{% for m in messages %}" + SHOWN + "{% endfor %}",
+    "system": "{% for m in messages %}{% if m['role'] != 'system' %}" + SHOWN
+              + "{% endif %}{% endfor %}",
+    "system, but the first": "{% for m in messages %}{% if m['role'] != 'system' or loop.first %}"
+                             + SHOWN + "{% endif %}{% endfor %}",
+    "all but the last three": "{% for m in messages[-3:] %}" + SHOWN + "{% endfor %}",
+    "assistant": "{% for m in messages %}{% if m['role'] != 'assistant' %}" + SHOWN
+                 + "{% endif %}{% endfor %}",
+    "texts": "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{% for p in m['content'] %}"
+             "{% if p['type'] == 'text' %}{{ p['text'] }}{% endif %}{% endfor %}<|im_end|>\n"
+             "{% endfor %}",
+    "system if it does not end with the user": (
+        "{% for m in messages %}{% if m['role'] != 'system' or messages[-1]['role'] == 'user' %}"
+        + SHOWN + "{% endif %}{% endfor %}"),
+    # the system message as a part of the next one; contents as JSON
+    "one of two systems": (
+        "{% set ns = namespace(before='') %}{% for m in messages %}"
+        "{% if m['role'] == 'system' %}{% set ns.before = m['content'] %}{% else %}"
+        "[{{ m['role'] }}] {{ ns.before }} {{ m['content'] }}<|im_end|>"
+        "{% set ns.before = '' %}{% endif %}{% endfor %}{{ ns.before }}"),
+    "none, as JSON": "{{ messages | tojson }}<|im_end|>"}
+
+
+@pytest.mark.parametrize("name", DROPS)
+def test_a_dialogue_of_which_the_template_leaves_out_a_message_is_refused(name):
+    """The oracle is the text by transformers alone. The agent or the critic would not read it."""
+    tokenizer, random_ = tokenizer_of("qwen3"), random.Random(name)
+    tokenizer.chat_template = DROPS[name]
+    seen = set()
+    for _ in range(60):
+        roles = random_.choices(["system", "user", "assistant"], k=random_.randrange(1, 6))
+        history = [{"role": role, "content": f"zebra{i}."} for i, role in enumerate(roles)]
+        text = tokenizer.apply_chat_template(history, tokenize=False)
+        lost = [i for i, m in enumerate(history) if m["content"] not in text]
+        seen.add(bool(lost))
+        if lost:
+            why = f"message {lost[0] + 1} of {len(roles)}, whose role is {roles[lost[0]]};"
+            with pytest.raises(ValueError, match=f"it leaves out the content of {why}"):
+                M.render(tokenizer, history)
+        else:
+            assert M.template_text(tokenizer, history, 0, False) == text
+    assert seen == {"none": {False}, "texts": {True}}.get(name.partition(",")[0], {False, True})
+
+
 def turns_of(tokenizer, history, thinking=0):
     """With prompts and actions as lists of ids."""
     record = {"dialogue_history": history, "meta": {"thinking": thinking}}

@@ -45,6 +45,17 @@ def test_both_trainers_read_what_the_agent_wrote_after_its_instructions(given, t
         assert sum(map(len, groups)) == n
 
 
+def test_what_trajectories_lack_is_counted(given):
+    """None lacks the thought, of four one lacks tests, and one has what sampling leaves."""
+    del given[1]["task"]["test_cases"]
+    for message in agent_messages(given[2]):
+        message |= {"token_ids": [5], "candidates": [{"output": "x"}]}
+    _, *lacking = succeed(OFFLINE, stdin=given).stderr.splitlines()
+    assert lacking == ["1 lack test_cases (to grade them again)",
+                       "3 lack token_ids (what was sampled; the text is tokenized)",
+                       "3 lack candidates (for --loss dpo)"]
+
+
 def test_a_file_of_another_kind_is_refused(given):
     given[0]["dialogue_history"][0]["content"] = "Hello"
     complaint(script(OFFLINE, stdin=lines(given)), "is not its description")

@@ -1,6 +1,7 @@
 """The scripts as a user runs them: pipes, the same bytes again, complaints of bad input."""
 import contextlib
 import shutil
+import signal
 import sys
 from importlib import import_module
 from pathlib import Path
@@ -14,7 +15,7 @@ import colbench
 import model as M
 import toy
 from colbench import agent_messages
-from conftest import (HUMAN, ROOT, actions, demos, dialogue, key_of, metrics, records, save,
+from conftest import (HUMAN, ROOT, actions, demos, dialogue, key_of, lines, metrics, records, save,
                       shell, stdin_of, steps, succeed)
 from test_model import separate
 
@@ -94,13 +95,24 @@ def test_a_stage_changes_nothing_but_its_own_fields(command, sets, ranked, tiny_
     assert all(name in str(r) for r in got for name in sets)
 
 
+@pytest.mark.parametrize("command", ["python tests/toy.py tasks --n 3000",
+                                     "python colbench.py grade < {}"])
+def test_a_writer_whose_reader_has_gone_ends_by_sigpipe(command, tmp_path):
+    """So a pipe in which a later stage dies fails, and none looks like a short but complete run."""
+    answer = {"task": TASK, "answer": TASK["ground_truth"], "note": "x" * 100_000}
+    (tmp_path / "answers").write_text(lines([answer] * 9))
+    done = shell(f"set -o pipefail; {command.format(tmp_path / 'answers')} | head -c 1")
+    assert done.returncode == 128 + signal.SIGPIPE and done.stdout == "{", done.stderr
+    assert "Traceback" not in done.stderr and "BrokenPipe" not in done.stderr
+
+
 @pytest.mark.full
 def test_head_ends_a_pipe_cleanly(tiny_dir):
     done = shell("python tests/toy.py tasks --n 200 | python collect.py --concurrency 2 "
                  f"--human fixed:no --model {tiny_dir} --max_tokens 20 --max_turns 2 | head -1; "
                  "echo ${PIPESTATUS[@]} >&2", in_forks=1)
     assert len(records(done.stdout)) == 1
-    assert done.stderr.splitlines()[-1] == "0 0 0", done.stderr
+    assert done.stderr.splitlines()[-1] == "0 141 0", done.stderr  # 141: by SIGPIPE
     assert "Traceback" not in done.stderr and "BrokenPipe" not in done.stderr
 
 

@@ -68,7 +68,7 @@ def convert(given, *flags):
 
 def converted(line, *flags):
     """The records of one line, in this process."""
-    row = preferences.parse_row(json.dumps(line))
+    row = json.loads(json.dumps(line))
     return preferences.records(row, preferences.get_args([*map(str, flags)]))
 
 
@@ -179,7 +179,7 @@ def test_dropped_columns_and_repeated_lines_are_named_once():
     done = script(CONVERT, stdin=[line, GOOD, {**line, "score": 1}, other])
     assert len(records(done.stdout)) == 4
     assert sorted(done.stderr.splitlines()) == [
-        "2 lines are dropped, as they repeat an earlier one (the first: line 2)",
+        "2 lines are dropped, as they repeat an earlier one (the first: stdin, line 2)",
         "2 times the column 'context_length' is dropped (the first: 9)",
         "2 times the column 'n' is dropped (the first: 0)",
         "2 times the column 'score' is dropped (the first: 8.5)",
@@ -241,6 +241,14 @@ NO_FORM = {
 def test_another_form_is_named_by_its_line(message):
     with pytest.raises(SystemExit, match=f"^error: stdin, line 2: .*{re.escape(message)}"):
         convert([FORMS["HH"][0], NO_FORM[message]])
+
+
+def test_a_key_that_occurs_twice_is_refused():
+    """One of its values would be dropped."""
+    chosen, rejected = json.dumps(CHOSEN), json.dumps(REJECTED)
+    line = f'{{"chosen": {chosen}, "rejected": {rejected}, "chosen": {rejected}}}\n'
+    with pytest.raises(SystemExit, match="^error: stdin, line 2: .*the key 'chosen' occurs 2 tim"):
+        convert(lines([FORMS["HH"][0]]) + line)
 
 
 @pytest.fixture

@@ -3,6 +3,7 @@
 .ci/run runs the quickstart and the tests themselves."""
 import glob
 import importlib.util
+import inspect
 import math
 import os
 import re
@@ -19,6 +20,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 from safetensors.torch import load_file
+from transformers import AttentionInterface
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 import colbench
 import model
@@ -68,6 +71,20 @@ def test_commands_parse(name, argv):
     import_module(name).get_args(argv)
 
 
+@pytest.mark.parametrize("path", glob.glob(f"{ROOT}/tests/**/*.sh", recursive=True))
+def test_a_script_fails_if_any_stage_of_a_pipe_does(path):
+    """Its first commands set pipefail, or source a script that does."""
+    commands = re.sub(r"^ *#.*\n", "", Path(path).read_text(), flags=re.M)
+    sourced = r"\. tests/experiments/(common|compare)\.sh\n"
+    assert "|" not in re.split(rf"set -euo pipefail|{sourced}", commands)[0].replace("||", "")
+    assert re.search(f"^(set -euo pipefail|{sourced})", commands, re.M)
+
+
+def test_a_block_fails_if_any_stage_of_a_pipe_does():
+    piped = [text for text in re.findall(r"```bash\n(.*?)```", MANUAL, re.S) if " |" in text]
+    assert len(piped) >= 4 and all(text.startswith("set -o pipefail\n") for text in piped)
+
+
 # --- "Change X -> edit Y": each patch of tests/experiments/edits is applied to a copy -------------
 
 def edited(names, folder):
@@ -83,7 +100,10 @@ def edited_module(names, folder, script="train_critic"):
     path = f"{edited(names, folder)}/{script}.py"
     spec = importlib.util.spec_from_file_location("edited", path)
     module = importlib.util.module_from_spec(spec)
+    plain = ALL_ATTENTION_FUNCTIONS["tree"]
     spec.loader.exec_module(module)
+    # a copy of model.py has registered its own, with which later tests would compute
+    AttentionInterface.register("tree", plain)
     return module
 
 
@@ -155,6 +175,8 @@ def test_the_edit_no_hidden(rewarded, tiny_dir, tmp_path):
         policys = model.read_trajectories(args, pi_reads_c=False, ref_reads_c=False)
     with stdin_of(rewarded):
         assert policys == critics.read_trajectories(args, pi_reads_c=True, ref_reads_c=True)
+    # tests of any order compute with the plain model.py
+    assert inspect.unwrap(ALL_ATTENTION_FUNCTIONS["tree"]) is model.tree_attention
 
 
 @pytest.mark.full
@@ -284,6 +306,45 @@ def init(project, config, id, resume):
 """  # its stand-in
 
 
+def test_the_edit_csv_has_each_step_once_with_its_held_out_metrics(tmp_path):
+    """Also those of a run that was killed after its checkpoint, and trained these steps again."""
+    utils = edited_module("csv", tmp_path, "utils")
+    out = tmp_path / "out"
+    pair = model.Pair(("a",), ("b",))
+
+    def run(until):
+        log = utils.Log(SimpleNamespace(out=str(out), given={}))
+        log.begin([[pair]], [], 5)
+        for step in log.steps("policy"):
+            log(step=step, loss=until + step / 10, tokens=10)
+            if step % 2:
+                log(step=step, held_out_loss=step / 100)
+            if step + 1 == until:
+                break  # as if it was killed
+        os.close(log.lock)
+
+    run(4)
+    (out / "checkpoint-2").mkdir()
+    run(5)
+    head, *values = (out / "metrics.csv").read_text().splitlines()
+    rows = [dict(zip(head.split(","), row.split(","), strict=True)) for row in values]
+    assert [(row["step"], row["loss"], row["held_out_loss"]) for row in rows] == [
+        ("0", "4.0", ""), ("1", "4.1", "0.01"), ("2", "5.2", ""), ("3", "5.3", "0.03"),
+        ("4", "5.4", "")]
+    assert all(row["tokens_per_second"] for row in rows)
+
+
+def test_the_edit_grpo_normalizes_what_can_be_compared(tmp_path, recwarn):
+    weigh = edited_module("grpo", tmp_path, "train_policy").weighted_candidates
+    scored = [SimpleNamespace(turn=str(x), fields={"advantage": x}) for x in (1.0, 2.0, 6.0)]
+    unscored = SimpleNamespace(turn="x", fields={})
+    assert weigh([]) == weigh([unscored]) == weigh([unscored, scored[0]]) == []
+    gaps = [pair.gap for pair in weigh([unscored, *scored])]
+    assert sum(gaps) == pytest.approx(0, abs=1e-5) and gaps == sorted(gaps)
+    assert sum(gap ** 2 for gap in gaps) == pytest.approx(3, rel=1e-4)
+    assert not recwarn.list
+
+
 @pytest.mark.full
 def test_the_edits_csv_and_wandb(ranked, tiny_dir, tmp_path):
     """The steps are in the CSV. One tracked run has all rows, of rank 0 only, also after a kill; a
@@ -396,4 +457,4 @@ def test_the_orders(folder, monkeypatch):
     results = records((seed.parent / "results.jsonl").read_text())
     assert [r["system"] for r in results] == ["base", "eq3-mix1", "eq3@0.1", "untrained-mix1",
                                               "untrained@0.1"]
-    assert said.count("advantages order") == 2
+    assert said.count("held-out pair accuracy") == 2

@@ -119,6 +119,28 @@ def test_a_solved_episode_with_advantages_then_ctrl_d(rewarded, tasks, tiny_dir,
     assert f"{asked}  which ?[31m rate?\n{answered}  {ANSWER} ...\n" in end
 
 
+def test_replies_of_the_episodes_that_the_agent_was_trained_on_are_shown_first(rewarded, folder,
+                                                                               tiny_dir):
+    """Those of --episodes; without it of runs/train.jsonl, if that is there."""
+    replies = [m["content"] for r in rewarded for m in r["dialogue_history"][2::2]]
+    some = list(dict.fromkeys(replies))[:3]
+    assert len(some) == 3
+
+    def shown(*flags):
+        server = scripted(tiny_dir, "which rate?")
+        with Terminal("--model", tiny_dir, "--engine", server.url, *flags, cwd=folder) as t:
+            seen = t.read("you    ")
+            t.leave("\x04")
+        return [line.removeprefix("human  ") for line in seen.splitlines() if "human  " in line]
+    assert shown() == []
+    (folder / "mine.jsonl").write_text(lines(rewarded))
+    assert shown("--episodes", "mine.jsonl") == some
+    (folder / "runs" / "train.jsonl").write_text(lines(rewarded))
+    assert shown() == some
+    with Terminal("--model", "x", "--episodes", "gone", cwd=folder) as t:
+        assert t.read().startswith("error: --episodes gone: No such file or directory")
+
+
 @pytest.mark.parametrize("flag, message", [
     ("--temprature=0", "collect.py: error: unrecognized arguments: --temprature=0"),
     ("--best_of=2", "collect.py: error: --best_of (2 or more) and --critic need each other")])

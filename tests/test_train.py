@@ -29,7 +29,7 @@ import toy_pages
 import train_critic
 import train_policy
 import utils
-from colbench import (agent_messages, first_message, hidden_information, task_id,
+from colbench import (agent_messages, first_message, hidden_information, read_records, task_id,
                       with_hidden)
 from conftest import (CPU, ROOT, actions, change_weights, complaint, copy_scripts, demos,
                       descendants, gone, lines, metrics, plain_ids, read_by, records,
@@ -42,33 +42,49 @@ from test_model import FAMILIES, SLOW, save_strong, separate
 
 @pytest.mark.parametrize("loss", ["critic", "dpo", "mtdpo", "rft"])
 def test_a_loss_is_that_of_its_equation(loss):
-    """Eq. 2, whose advantages are eq. 3; eq. 4, of all tokens of a side; the NLL."""
+    """Eq. 2, whose advantages are eq. 3; eq. 4, of all tokens of a side; the NLL.
+
+    Of one to three pairs, whose turns differ in number and length: the loss is a mean over pairs,
+    but rft's over all tokens. The policy logs the mean change of each side's log-prob.
+    """
     trainer, of_tokens = train_policy, sum
     if loss == "critic":
         trainer, of_tokens = train_critic, statistics.fmean
     exact = functools.partial(pytest.approx, rel=1e-9)
+    mean = statistics.fmean
     for seed, (beta, nll_coef) in enumerate(3 * [(0.1, 0.01), (1.0, 0.0), (2.0, 1.0)]):
-        r = random.Random(seed)
-        lengths = [[r.randrange(1, 10) for _ in range(turns)] for turns in (2, 3)]
-        chosen, rejected, *ref_sides = sides = [
-            [[-3 * r.random() for _ in range(n)] for n in lengths[side]] for side in (0, 1, 0, 1)]
-        logps, ref = ({(side, t): torch.tensor(turn, dtype=torch.float64) for side in (0, 1)
-                       for t, turn in enumerate(sides[side + of])} for of in (0, 2))
-        pair = Pair(*(tuple(turn for turn in logps if turn[0] == side) for side in (0, 1)))
-        better, worse = (sum(of_tokens([x - y for x, y in zip(p, q)]) for p, q in zip(*sides))
-                         for sides in zip((chosen, rejected), ref_sides))
-        margin = beta * (better - worse)
-        parts = chosen if loss == "critic" else [sum(chosen, [])]  # the policy's NLL is by token
-        likelihood = statistics.fmean(map(statistics.fmean, parts))
-        want = math.log(1 + math.exp(-margin)) - nll_coef * likelihood
+        r, pairs, logps, ref = random.Random(seed), [], {}, {}
+        losses, margins, chosen_tokens, changes = [], [], [], {"chosen": [], "rejected": []}
+        for i in range(1 + seed // 3):
+            values, turns = [], [[(i, side, t) for t in range(r.randint(1, 3))] for side in (0, 1)]
+            for side, of_side in zip(("chosen", "rejected"), turns):
+                ratios = []
+                for turn in of_side:
+                    pi, pi_ref = ([-3 * r.random() for _ in range(n)]
+                                  for n in 2 * [r.randrange(1, 10)])
+                    logps[turn], ref[turn] = (torch.tensor(x, dtype=torch.float64)
+                                              for x in (pi, pi_ref))
+                    ratios.append([x - y for x, y in zip(pi, pi_ref)])
+                values.append(sum(map(of_tokens, ratios)))
+                changes[side].append(sum(map(sum, ratios)))
+            pairs.append(Pair(*map(tuple, turns)))
+            chosen = [logps[turn].tolist() for turn in turns[0]]
+            chosen_tokens += sum(chosen, [])
+            margins.append(beta * (values[0] - values[1]))
+            parts = chosen if loss == "critic" else [sum(chosen, [])]  # the policy's is by token
+            nll = -mean(map(mean, parts))
+            losses.append(math.log(1 + math.exp(-margins[-1])) + nll_coef * nll)
         flags = ["--loss", loss] if trainer is train_policy else []
         if loss != "rft":
             flags += ["--beta", str(beta), "--nll_coef", str(nll_coef)]
-        got, facts = trainer.batch_loss(trainer.get_args(flags), [pair], logps, ref)
+        got, facts = trainer.batch_loss(trainer.get_args(flags), pairs, logps, ref)
         if loss == "rft":
-            assert got.item() == exact(-statistics.fmean(sum(chosen, []))) and not facts
-        else:
-            assert got.item() == exact(want) and facts["margin"] == exact(margin)
+            assert got.item() == exact(-mean(chosen_tokens)) and not facts
+            continue
+        assert got.item() == exact(mean(losses)) and facts["margin"] == exact(mean(margins))
+        assert facts["accuracy"] == mean(margin > 0 for margin in margins)
+        if loss != "critic":
+            assert all(facts[f"{side}_change"] == exact(mean(changes[side])) for side in changes)
 
 
 def test_the_learning_rate_warms_up_also_where_steps_are_few():
@@ -110,8 +126,8 @@ def test_pairs_of_trajectories_are_those_of_two_loops_and_none_has_its_reason():
                        if least is None else "no task has two whose rewards differ by 0.")
                 reasons[why] += 1
                 n = f"no pairs in {len(given)} trajectories, {sum(too_long)} of them too long: "
-                with pytest.raises(SystemExit, match=n + why):
-                    M.trajectory_pairs(given, least)
+                assert not M.trajectory_pairs(given, least)
+                assert re.match(n + why, M.why_no_pairs(given, least))
                 continue
             groups = M.trajectory_pairs(given, least).values()
             pairs = [(pair.chosen[0][0][1], pair.rejected[0][0][1], pair.gap)
@@ -127,7 +143,9 @@ def test_pairs_of_trajectories_are_those_of_two_loops_and_none_has_its_reason():
     ([], {"candidates": [{"content": "x"}, {"content": "y"}]}, "no candidate has an advantage"),
     (["--max_length", 3], {}, "all are too long"),
     (["--loss", "rft", "--max_length", 3], {}, "all are too long"),
-    (["--loss", "rft"], {"reward": 0.5}, "no trajectory is solved")])
+    (["--loss", "rft"], {"reward": 0.5}, "no trajectory is solved"),
+    (["--loss", "mtdpo"], {"reward": 0.5}, "no pairs in 8 .* no task has two that differ"),
+    (["--mix", 0.1], {"reward": 0.5}, "--mix: no pairs in 8 .* no task has two that differ")])
 def test_a_policy_without_data_says_what_is_missing(flags, change, why, ranked, tiny_dir):
     for r in ranked:
         for part in (r, *agent_messages(r)):
@@ -304,7 +322,7 @@ def test_a_finished_critic_finds_its_reference_and_takes_no_other(rewarded, tiny
     done = succeed("train_critic.py", *flags, stdin=rewarded, cwd=tmp_path / "runs")
     first = records(done.stdout)
     assert any(x["advantage"] for r in first for x in actions(r))
-    assert "the advantages order" in done.stderr
+    assert "held-out pair accuracy" in done.stderr
     moved = shutil.move(tmp_path / "runs", tmp_path / "moved")
     base, out = Path(moved, "base"), Path(moved, "c")
     score = ["train_critic.py", "--score", out]
@@ -354,6 +372,11 @@ def test_rewards_of_two_graders_and_candidates_of_other_weights_are_noted(ranked
     assert note not in notes(ranked, *mixed)
     ranked[0]["reward_by"] = "another grader"
     assert note in notes(ranked, *mixed) and note not in notes(ranked)
+    for r in ranked:
+        r["reward_by"] = "honest rules, Python 3.11" + (", numpy 2.4" if r["sample"] else "")
+    assert note not in notes(ranked, *mixed)  # only some answers have numpy
+    ranked[1]["reward_by"] = "honest rules, Python 3.12"
+    assert note in notes(ranked, *mixed)
 
 
 @pytest.fixture(scope="module")
@@ -633,7 +656,7 @@ def killed(command, data, tmp_path_factory):
 
 
 @pytest.mark.parametrize("job, began, world", [
-    ("critic", 1, 1), *(pytest.param(*case, marks=pytest.mark.full) for case in (
+    ("critic", 1, 1), ("dpo", 1, 1), *(pytest.param(*case, marks=pytest.mark.full) for case in (
         ("bf16", 1, 1), ("critic", 1, 2), ("moe", 2, 1)))])
 def test_a_killed_run_resumes_to_the_same_bits(job, began, world, killed, whole, command, data,
                                                tmp_path):
@@ -641,15 +664,16 @@ def test_a_killed_run_resumes_to_the_same_bits(job, began, world, killed, whole,
     need; a card that the user wrote is kept.
     """
     out = shutil.copytree(killed(job, began), tmp_path / "out")
+    saved = max(int(path.name[11:]) for path in out.glob("checkpoint-*") if path.suffix != ".part")
     (out / "README.md").write_text("mine")
     (out / "checkpoint-7.part").mkdir()  # what a kill leaves while a checkpoint is being written
     (out / "checkpoint-7.part" / ".metadata").write_text("{")
     with open(out / "metrics.jsonl", "a") as f:
-        f.write('{"step": 9}\n{"step": 10, "lo')
+        f.write(f'{{"step": {saved}}}\n{{"step": 10, "lo')  # a step that is computed again
     done = succeed(*command(job, out, "--save_every", 3), stdin=data, ranks=world)
     (same_bits if began == world else same_to_rounding)(whole(job), out, done.stdout)
     (resumed,) = (row for row in metrics(out) if "resumed" in row)
-    assert 2 <= resumed["resumed"] < resumed["steps"] and resumed["world"] == world
+    assert 2 <= saved == resumed["resumed"] < resumed["steps"] and resumed["world"] == world
     assert sorted(os.listdir(out)) == sorted(os.listdir(whole(job)[0]))
     assert (out / "README.md").read_text() == "mine"
 
@@ -682,11 +706,10 @@ def test_a_model_card_says_what_metrics_jsonl_does(base, head, tmp_path):
              "version": "1a2b, torch 2", "pairs_hash": "00ff"}
     rows = [{**start, "version": "older"}, {"step": 0, "loss": 2.0, "tokens": 9},
             {"step": 0, "held_out_loss": 1.5}, {"resumed": 1, **start}]
-    log = utils.Log(train_policy.get_args(["--model", base, "--out", str(tmp_path / "out")]))
-    Path(log.path).write_text(lines(rows))
-    log.file, log.what = open(os.devnull, "w"), "policy"
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "metrics.jsonl").write_text(lines(rows))
     with contextlib.chdir(tmp_path):
-        log.finish()
+        M.write_card("out", None)
     assert (tmp_path / "out" / "README.md").read_text() == "\n".join([
         "---", *head, "library_name: transformers", "---", "", f"- base: {base}",
         "- command: `train_policy.py --out 'a b'`", "- code: 1a2b, torch 2", "- pairs_hash: 00ff",
@@ -855,26 +878,184 @@ def test_turns_that_are_too_long_get_no_advantage_and_are_counted(data, tiny_dir
     assert f"{left_out} turns exceed 150 tokens" in done.stderr
 
 
+def scored_trajectories(r, n):
+    """([Trajectory], {turn: log-probs}, {turn: pi_ref's}) of n random episodes of tasks a, b, c."""
+    given, logps, ref = [], {}, {}
+    for i in range(n):
+        turns = [((i, t), (r.randrange(9),) * r.randint(1, 4)) for t in range(r.randint(1, 3))]
+        for turn in turns:
+            logps[turn], ref[turn] = (torch.tensor([r.choice([-0.5, -1.0, -2.0]) for _ in turn[1]])
+                                      for _ in range(2))
+        record = {"reward": r.choice([0.5, 0.7, 1.0]), "sample": i}
+        given.append(Trajectory(r.choice("abc"), record, [[Action({}, x, x)] for x in turns]))
+    return given, logps, ref
+
+
 def test_pair_accuracy_is_that_of_a_plain_loop_over_pairs(tmp_path, capsys):
-    """Of tasks that the critic did not train on. A tie counts half, candidates do not."""
+    """Of tasks that the critic did not train on. A tie counts half."""
     r, run = random.Random(0), str(tmp_path)
     (tmp_path / "metrics.jsonl").write_text(lines([{"args": {}, "tasks": ["a"]}]))
     for out, score, least in (run, None, None), (None, run, None), (None, None, 0.3):
         tasks = "bc" if run in (out, score) else "abc"
         for _ in range(20):
-            given = [trajectory(i, r.choice("abc"), r.choice([0.5, 0.7, 1.0])) for i in range(18)]
-            for t in given:
-                t.actions.append([candidate(0, r.randrange(3)) for _ in range(2)])
-                t.actions[0][0].fields["advantage"] = r.randrange(3)
-            values = [(t.task, t.record["reward"],
-                       sum(message.fields["advantage"] for message, *_ in t.actions))
+            given, logps, ref = scored_trajectories(r, 18)
+            values = [(t.task, t.record["reward"], sum((logps[turn] - ref[turn]).mean().item()
+                                                       for turn in t.turns()))
                       for t in given if t.task in tasks]
-            correct = [0.5 if a == b else a > b for task, high, a in values
-                       for other, low, b in values if task == other
-                       and (high >= 1 > low if least is None else high - low > least - 0.01)]
-            args = SimpleNamespace(out=out, score=score, min_gap=least)
-            M.print_pair_accuracy(args, given)
+            first = {task: n for n, (task, reward, _) in reversed([*enumerate(values)])
+                     if reward == 1}  # the first solved one of each task
+            correct = [0.5 if abs(a - b) < 1e-6 else a > b
+                       for n, (task, high, a) in enumerate(values) for other, low, b in values
+                       if task == other and (first.get(task) == n and low < 1 if least is None
+                                             else high - low > least - 0.01)]
+            args = SimpleNamespace(out=out, score=score, min_gap=least, beta=1.0, nll_coef=0.0)
+            train_critic.print_pair_accuracy(args, given, logps, ref)
             share = sum(correct) / len(correct)
             said = capsys.readouterr().err
-            assert f"order {100 * share:.1f} % of {len(correct)} trajectory pairs" in said
+            kind = "at least 0.3 apart" if least else "solved/unsolved"
+            n = len({task for task, _, _ in values})
+            assert (f"held-out pair accuracy {100 * share:.1f} % ({len(correct)} pairs {kind}, {n} "
+                    "tasks the critic was not trained on)") in said
             assert ("below two thirds" in said) == (share < 2 / 3)
+
+
+def test_an_edited_value_of_a_trajectory_is_that_of_the_loss_and_of_both_accuracies(data, command,
+                                                                                   tmp_path):
+    """A discount per turn: what is printed is what the last row of a run's metrics has."""
+    copy_scripts(tmp_path)
+    script_file = tmp_path / "train_critic.py"
+    plain = script_file.read_text()
+    discounted = plain.replace(
+        "return sum(advantage(logps[turn], ref_logps[turn]) for turn in turns)",
+        "return sum(advantage(logps[turn], ref_logps[turn]) * (-0.5) ** t\n"
+        "               for t, turn in enumerate(turns))")
+    assert discounted != plain
+    found = []
+    for text in plain, discounted:
+        script_file.write_text(text)
+        out = tmp_path / f"out{len(found)}"
+        done = succeed(script_file, *command("critic", out)[1:], stdin=data)
+        *_, last, _ = metrics(out)
+        printed = re.search(r"held-out pair accuracy (.*?) % \((\d+) pairs", done.stderr)
+        assert printed[1] == f"{100 * last['held_out_accuracy']:.1f}"
+        assert int(printed[2]) == metrics(out)[0]["held_out_pairs"]
+        again = succeed(script_file, "--score", out, stdin=data)
+        assert printed[0] in again.stderr and again.stdout == done.stdout
+        found.append(([row["margin"] for row in steps(out)], last["held_out_margin"]))
+    assert found[0] != found[1] and found[0][1] != found[1][1]
+
+
+def test_score_takes_the_flags_of_the_run_also_those_of_an_edit(data, command, tmp_path):
+    """But for those that are given. Turns that were too long in training get no score, either."""
+    copy_scripts(tmp_path)
+    critic = tmp_path / "train_critic.py"
+    text = critic.read_text()
+    for old, new in (('    flag(g, "beta"', '    flag(g, "scale", 1.0, "scale of the advantage")\n'
+                                            '    flag(g, "beta"'),
+                     ("(logps - ref_logps).mean()", "(logps - ref_logps).mean() * ARGS.scale")):
+        assert old in text
+        text = text.replace(old, new, 1)
+    critic.write_text(text)
+    out = tmp_path / "out"
+    train = command("critic", out, "--scale", 3, "--max_length", 150, "--epochs", 1)
+    scored = succeed(critic, *train[1:], stdin=data).stdout
+    assert succeed(critic, "--score", out, stdin=data).stdout == scored
+    other = records(succeed(critic, "--score", out, "--scale", 6, stdin=data).stdout)
+    pairs = [(x, y) for a, b in zip(records(scored), other) for x, y in zip(actions(a), actions(b))]
+    assert all(y["advantage"] == pytest.approx(2 * x["advantage"]) for x, y in pairs
+               if "advantage" in x)
+    n_scored = sum("advantage" in x for x, _ in pairs)
+    assert n_scored == sum("advantage" in y for _, y in pairs) and 0 < n_scored < len(pairs)
+
+
+@pytest.mark.parametrize("pi_reads_c", [False, True])
+def test_a_turn_of_exactly_max_length_tokens_is_not_too_long(pi_reads_c, tiny_dir):
+    def read(max_length):
+        with stdin_of(demos(5)):
+            return M.read_trajectories(SimpleNamespace(model=tiny_dir, max_length=max_length),
+                                       pi_reads_c=pi_reads_c, ref_reads_c=False)
+
+    sizes = {sum(map(len, turn)) for t in read(9999) for turn in t.turns()}
+    for longest in (min(sizes), max(sizes), sorted(sizes)[len(sizes) // 2]):
+        kept = {sum(map(len, turn)) for t in read(longest) for turn in t.turns() if turn}
+        assert kept == {size for size in sizes if size <= longest}
+
+
+def test_the_first_solved_trajectory_is_the_same_whatever_the_order_of_seeds(ranked, tiny_dir):
+    """Files of two seeds number their episodes alike."""
+    for r in ranked:
+        r["reward"] = float(r["sample"] == 0)
+    others = records(lines(ranked))
+    for r in others:
+        r["meta"]["seed"] = 8
+        for x in actions(r):
+            x["token_ids"] = x["token_ids"][::-1]
+            x.pop("logprobs", None)  # the ids do not spell the output
+    for flags in (["--loss", "mtdpo"], ["--mix", 0.5], ["--loss", "rft"]):
+        made = [read_by(given, train_policy, "--model", tiny_dir, *flags)[0]
+                for given in (ranked + others, others + ranked)]
+        assert made[0] == made[1] and made[0]
+
+
+@pytest.mark.parametrize("flags", [[], ["--loss", "rft"]])
+@pytest.mark.parametrize("trainer", [train_critic, train_policy])
+def test_a_run_without_a_step_is_refused(trainer, flags, capsys):
+    """It would save the base as a trained model."""
+    flags = flags if trainer is train_policy else []
+    for epochs in 0, -1:
+        with pytest.raises(SystemExit):
+            trainer.get_args([*flags, "--epochs", str(epochs)])
+        assert f"--epochs: {epochs} is not in [1, inf]" in capsys.readouterr().err
+
+
+def test_rewards_that_round_to_1_or_0_are_these(tiny_dir):
+    """Wherever records are read: sums of tenths differ from 1 in the last bit, on either side."""
+    r, near = random.Random(0), []
+    for _ in range(200):
+        parts = [0.1] * 10 + [r.random() for _ in range(r.randrange(4))]
+        r.shuffle(parts)
+        half = len(parts) // 2
+        total = sum(parts[:half]) + sum(parts[half:])
+        near.append(total - sum(sorted(parts)) + 1)
+    for reward in (0.1 + 0.2 + 0.3 + 0.4, sum([0.1] * 10), 1 + 2 ** -52, *near):
+        for base in (0, 1):
+            given = [{"task": {"id": "a", "problem_description": "d", "ground_truth": "def f(): 1"},
+                      "dialogue_history": [], "reward": reward - 1 + base}]
+            with stdin_of(given):
+                (read,) = read_records(sys.stdin, "reward")
+            assert read["reward"] == base and abs(reward - 1) < 1e-12
+    for reward, kept in ((1 + 1e-6, False), (1 - 1e-6, True), (-1e-6, True), (-1.1, False)):
+        given[0]["reward"] = reward
+        with stdin_of(given), contextlib.ExitStack() as stack:
+            if not kept:
+                stack.enter_context(pytest.raises(SystemExit, match="is not between -1 and 1"))
+            (read,) = read_records(sys.stdin, "reward")
+            assert read["reward"] == reward
+
+
+def test_watch_draws_both_sides_of_a_policy_in_one_plot(tmp_path, monkeypatch):
+    """Each other metric has a plot of its own; a run without a metric is not in its legend."""
+    figures = pytest.importorskip("matplotlib.figure", reason="matplotlib is not installed")
+    from experiments import watch
+    rows = {"policy": [{"step": n, "chosen_change": n / 2, "rejected_change": -n} for n in (0, 1)],
+            "critic": [{"step": 0, "loss": 3.0}]}
+    for name, steps_of in rows.items():
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "metrics.jsonl").write_text(lines([{"args": {}}, *steps_of]))
+    drawn = {}
+
+    def keep(figure, *_, **__):
+        for axes in figure.axes:
+            drawn[axes.get_title()] = [(line.get_ydata(), line.get_linestyle(),
+                                        line.get_color()) for line in axes.lines]
+            legends[axes.get_title()] = [text.get_text() for text in axes.get_legend().texts]
+        Path(tmp_path / "w.png.part").touch()
+
+    legends, runs = {}, [str(tmp_path / name) for name in rows]
+    monkeypatch.setattr(figures.Figure, "savefig", keep)
+    watch.main(SimpleNamespace(runs=runs, png=str(tmp_path / "w.png"), every=0))
+    sides = "change of log-prob (dashed: rejected)"
+    assert drawn.keys() == legends.keys() == {"loss", sides}
+    assert [(list(y), style) for y, style, _ in drawn[sides]] == [([0, 0.5], "-"), ([0, -1], "--")]
+    assert len({color for *_, color in drawn[sides]}) == 1
+    assert legends == {"loss": runs[1:], sides: runs[:1]}

@@ -4,23 +4,28 @@ FULL=1 KILLS=100 python -m pytest -q tests/test_utils_faults.py kills every stag
 FAULT_SEED=1 kills at other moments.
 """
 import errno
+import json
 import math
 import os
+import pty
 import random
+import re
 import shutil
 import signal
 import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 import model
 import utils
-from conftest import (HUMAN, ROOT, actions, change_json, change_weights, complaint, key_of, lines,
-                      metrics, records, script, shell, steps, succeed, train, weights)
+from conftest import (CPU, HUMAN, ROOT, actions, change_json, change_weights, complaint,
+                      copy_scripts, key_of, lines, metrics, records, script, shell, steps, succeed,
+                      train, weights)
 
 KILLS, SEED = int(os.environ.get("KILLS", 3)), os.environ.get("FAULT_SEED", "0")
 
@@ -71,7 +76,7 @@ def test_a_stage_killed_again_and_again_ends_as_if_it_had_not_been(name, tasks, 
             continue
         kills += 1
         assert done.returncode == -how, (done.returncode, done.stderr)
-        loading = "KeyboardInterrupt" in done.stderr  # Python's own, before utils.run
+        loading = "KeyboardInterrupt" in done.stderr  # Python's own, before utils is imported
         assert loading or "Traceback" not in done.stderr, done.stderr
         resumed += any("resumed" in row for row in metrics(out))
     assert result(out, run(out)) == want
@@ -103,6 +108,73 @@ def test_a_signal_ends_a_program_at_once_and_nohup_ignores_ctrl_c(how, nohup):
         assert p.returncode == -(signal.SIGTERM if nohup else how)
 
 
+SCRIPTS = {"colbench.py": "grade", "collect.py": "--human fixed:no --model MODEL", "evaluate.py": "",
+           "train_critic.py": "--out OUT", "train_policy.py": "--out OUT"}
+
+
+@pytest.mark.parametrize("name", [name for name in SCRIPTS if name != "colbench.py"])
+def test_ctrl_c_ends_a_script_that_is_still_importing_without_a_traceback(name, tmp_path):
+    """A library takes long to load here; colbench.py loads none that does."""
+    slow = "import time\nprint('loading', flush=True)\ntime.sleep(60)\n"
+    for library in ("torch.py", "numpy.py"):
+        (tmp_path / library).write_text(slow)
+    with subprocess.Popen([sys.executable, name, *SCRIPTS[name].split()], cwd=ROOT, text=True,
+                          env={**os.environ, "PYTHONPATH": str(tmp_path)}, stdin=subprocess.DEVNULL,
+                          preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
+                          stdout=subprocess.PIPE, stderr=subprocess.PIPE) as p:
+        assert p.stdout.readline() == "loading\n"
+        p.send_signal(signal.SIGINT)
+        assert p.communicate() == ("", "") and p.returncode == -signal.SIGINT
+
+
+def test_a_program_that_only_imports_ours_keeps_its_own_handling_of_ctrl_c(tmp_path):
+    """Such as pytest, or a notebook."""
+    (tmp_path / "other.py").write_text(
+        f"import sys\nsys.path.insert(0, {ROOT!r})\nimport colbench, utils, signal\n"
+        "assert signal.getsignal(signal.SIGINT) == signal.default_int_handler\n")
+    subprocess.run([sys.executable, tmp_path / "other.py"], check=True,
+                   preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler))
+
+
+CLOSED = {"<&-": "stdin is empty", ">&- < /dev/null": "stdout is closed", "<&- 2>&-": "",
+          "<&- >&- 2>&-": ""}  # {redirections: what is said}
+
+
+@pytest.mark.parametrize("name, closed", [
+    pytest.param(name, closed, marks=[] if quick else pytest.mark.full)
+    for name in SCRIPTS for closed in CLOSED
+    for quick in [name in ("colbench.py", "evaluate.py") or closed == "<&-"]])
+def test_a_closed_stream_is_an_error_of_one_line(name, closed, tiny_dir, tmp_path):
+    flags = SCRIPTS[name].replace("MODEL", tiny_dir).replace("OUT", str(tmp_path))
+    done = shell(f"python {name} {flags} {closed}")
+    if CLOSED[closed]:
+        complaint(done, CLOSED[closed])
+    else:
+        assert (done.returncode, done.stdout, done.stderr) == (1, "", "")
+
+
+@pytest.mark.parametrize("redirect", ["", "2>&-", "2>/dev/full", "2> >(true)"])
+def test_no_record_is_lost_with_the_messages(redirect):
+    """Where stderr is closed, full or has no reader."""
+    tasks = [{"id": i, "problem_description": "d", "test_cases": {"a": "f()"},
+              "ground_truth": f"def f(): return {'nosuch' if i % 2 else i}"} for i in range(6)]
+    done = shell(f"python colbench.py check {redirect} <<'END'\n{lines(tasks)}END")
+    assert [r["task"]["id"] for r in records(done.stdout)] == [0, 2, 4], done.stderr
+    assert done.stderr.count("dropped") == (0 if redirect else 3)
+
+
+def test_closed_streams_give_their_numbers_to_no_file(tmp_path):
+    """Else messages would be written into the next file that is opened."""
+    code = ("import utils\nfile = open('kept', 'w'); file.write('kept'); file.flush()\n"
+            "utils.say('a message'); print(file.fileno())\nimport os\n"
+            "assert all(map(os.get_inheritable, range(3))), 'a child would lack them'\n"
+            "utils.print_warnings()")
+    for closed in ("<&-", "2>&-", "<&- 2>&-"):
+        done = shell(f"PYTHONPATH={ROOT} python -c \"{code}\" {closed}", cwd=tmp_path)
+        assert done.returncode == 0 and int(done.stdout) > 2, done.stderr
+        assert (tmp_path / "kept").read_text() == "kept"
+
+
 @pytest.mark.parametrize("name, env, message", [
     ("train_policy.py", "RANK=1", "the environment has RANK=1, LOCAL_RANK=, "),
     ("train_critic.py", "WORLD_SIZE=4", "WORLD_SIZE=4, MASTER_ADDR="),
@@ -127,6 +199,179 @@ def test_a_script_refuses_to_be_one_of_several_unless_torchrun_starts_a_trainer(
 def test_a_machine_without_git_has_a_version(monkeypatch):
     monkeypatch.setenv("PATH", "")
     assert utils.version.__wrapped__().startswith("unknown, python 3.")
+
+
+def test_the_version_is_the_commit_of_the_scripts_not_of_the_repo_around_their_copies(tmp_path):
+    """A run's copies, in another repo, name the commit that their run began with."""
+    def git(*command, cwd):
+        name = ["-c", "user.name=a", "-c", "user.email=a@b"]
+        return subprocess.run(["git", *name, *command], cwd=cwd, check=True, text=True,
+                              capture_output=True).stdout.strip()
+
+    def version(folder):
+        done = subprocess.run([sys.executable, "-c", "import utils; print(utils.version())"],
+                              cwd=folder, capture_output=True, text=True)
+        return done.stdout.partition(", python 3.")[0] or done.stderr
+
+    repo, run = tmp_path / "repo", tmp_path / "repo/runs/critic"
+    run.mkdir(parents=True)
+    git("init", "-q", cwd=repo)
+    shutil.copy(f"{ROOT}/utils.py", repo)
+    assert version(repo) == "unknown"  # nothing is committed yet
+    git("add", "utils.py", cwd=repo)
+    git("commit", "-qm", "scripts", cwd=repo)
+    scripts = git("rev-parse", "--short", "HEAD", cwd=repo)
+    assert version(repo) == scripts
+    shutil.copy(f"{ROOT}/utils.py", run)
+    assert version(run) == "unknown"
+    for original, want in ((f"{scripts}-dirty", f"copy of {scripts}-dirty"),
+                           (f"copy of {scripts}", f"copy of {scripts}"),
+                           ("unknown", "copy of unknown")):
+        row = {"args": {}, "version": f"{original}, python 3.11.7"}
+        (run / "metrics.jsonl").write_text(lines([row]))
+        assert version(run) == want
+    with (repo / "utils.py").open("a") as f:
+        f.write("#")
+    assert version(repo) == f"{scripts}-dirty"
+    git("add", "runs", cwd=repo)
+    git("commit", "-qm", "and a run", cwd=repo)
+    assert version(run) == git("rev-parse", "--short", "HEAD", cwd=repo) + "-dirty"
+
+
+# --- mistakes in code, and memory -----------------------------------------------------------------
+
+@pytest.mark.parametrize("error, shown", [
+    *((error, True) for error in (
+        NameError("x"), UnboundLocalError("x"), AttributeError("x"), TypeError("x"), KeyError("x"),
+        IndexError("x"), RuntimeError("x"), AssertionError("x"), ZeroDivisionError("x"))),
+    *((error, False) for error in (ValueError("x"), OSError(2, "x"), UnicodeError("x"),
+                                   ImportError("x"), json.JSONDecodeError("x", "", 0)))])
+def test_a_mistake_in_code_shows_its_traceback_and_one_in_data_is_one_line(error, shown, capsys):
+    """But where the data of others are parsed, which may raise any of these errors."""
+    for parses in (False, True):
+        with pytest.raises(SystemExit, match="^error: the file: .*x"):
+            with utils.fail_on_error("the file", parses):
+                raise error
+        err = capsys.readouterr().err
+        wanted = shown and not parses
+        assert ("Traceback" in err and "raise error" in err) == wanted and bool(err) == wanted
+
+
+POLICY = ["train_policy.py", "--model", "MODEL", "--out", "OUT"]
+EDITS = {  # {function: (command, file, what the edit changes, to what)}
+    "critic_turns": (POLICY, "model.py", "prompt = prompt_ids(pi_reads_c)",
+                     "prompt = prompt_ids(pi_reads_d)"),
+    "forward": (POLICY, "model.py", "previous, targets = tree.parent[tree.scored]",
+                "previous, targets = tree.parents[tree.scored]"),
+    "dpo_loss": (POLICY, "train_policy.py", "margin = args.beta", "margin = args.betta"),
+    "save": (POLICY, "model.py", "weights = {name: state[name]", "weights = {name: states[name]"),
+    "sample_turn": (["collect.py", "--model", "MODEL", "--human", "fixed:ok", "--max_tokens", 5],
+                    "collect.py", "finite = all(x is not None", "finite = alll(x is not None"),
+    "grade": (["colbench.py", "grade"], "colbench.py", "tests, answer = list(task[",
+              "tests, answer = list(task.test_cases, [")}
+
+
+@pytest.mark.parametrize("function", EDITS)
+def test_a_mistake_in_an_edit_shows_where_it_is(function, ranked, tasks, tiny_dir, tmp_path):
+    command, file, old, new = EDITS[function]
+    edited = copy_scripts(tmp_path) / file
+    assert edited.read_text().count(old) == 1
+    edited.write_text(edited.read_text().replace(old, new))
+    paths = {"MODEL": tiny_dir, "OUT": tmp_path / "out"}
+    name, *flags = (paths.get(word, word) for word in command)
+    done = script(tmp_path / name, *flags, stdin=tasks if name == "collect.py" else ranked)
+    assert done.returncode == 1 and done.stderr.count("Traceback") == 1, done.stderr
+    assert re.search(rf'{file}", line \d+, in {function}\n', done.stderr)
+    assert new in done.stderr
+
+
+GPU = ("CUDA out of memory. Tried to allocate 2.50 GiB. GPU 0 has a total capacity of 139.72 GiB "
+       "of which 1.50 GiB is free.")
+CPU_RAM = ("[enforce fail at alloc_cpu.cpp:128] err == 0. DefaultCPUAllocator: can't allocate "
+           "memory: you tried to allocate 800 bytes. Error code 12 (Cannot allocate memory)")
+
+
+@pytest.mark.parametrize("error, memory", [
+    (torch.OutOfMemoryError(GPU), "GPU memory"), (RuntimeError(CPU_RAM), "CPU memory"),
+    (RuntimeError("CUDA error: out of memory"), "GPU memory"), (MemoryError(), "CPU memory"),
+    (RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `f`"), "GPU memory"),
+    (OSError(errno.ENOMEM, "Cannot allocate memory"), "CPU memory"),
+    (ValueError("the server is out of memory"), None), (OSError(errno.ENOSPC, "No space"), None),
+    (RuntimeError("The size of tensor a (3) must match"), None)])
+def test_memory_that_ends_is_recognized_and_nothing_else_is_blamed(error, memory):
+    assert utils.exhausted_memory(error) == memory
+    want = type(error) if memory else SystemExit
+    with pytest.raises(want):
+        with utils.fail_on_error("--model's chat template rejects the task"):
+            raise error
+
+
+@pytest.mark.parametrize("flags, error, advice", [
+    (dict(tree_tokens=9, recompute=None, offload=0, out="x"), GPU,
+     "try a lower --tree_tokens (now 9), --offload 1, more GPUs"),
+    (dict(tree_tokens=9, recompute=0, offload=1, out="x"), GPU,
+     "try a lower --tree_tokens (now 9), --recompute 1"),
+    (dict(tree_tokens=9, recompute=None, offload=0, out="x"), CPU_RAM,
+     "try a lower --tree_tokens (now 9), --recompute 1"),
+    (dict(tree_tokens=9, recompute=None, offload=0, out=None), CPU_RAM,
+     "try a lower --tree_tokens (now 9)"),  # only scores, where --recompute is refused
+    (dict(max_batch_tokens=5, concurrency=7), GPU,
+     "try a lower --max_batch_tokens (now 5), a lower --concurrency (now 7)"),
+    ({}, GPU, "")])
+def test_who_runs_out_of_memory_reads_which_flags_save_some(flags, error, advice):
+    with pytest.raises(SystemExit) as end:
+        with utils.memory_errors(SimpleNamespace(**flags)):
+            raise RuntimeError(error)
+    memory, size = ("GPU", "2.50 GiB") if error == GPU else ("CPU", "800 bytes")
+    want = f"error: out of {memory} memory, which tried to allocate {size}"
+    assert str(end.value) == want + (f": {advice}" if advice else "")
+
+
+LIMITED = """
+import re, resource, runpy, sys
+import collect  # loads all libraries first
+used = 1024 * int(re.search(r"VmSize:\\s+(\\d+)", open("/proc/self/status").read())[1])
+resource.setrlimit(resource.RLIMIT_AS, 2 * (used + MEGABYTES * 2 ** 20,))
+sys.argv = sys.argv[1:]
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("name, flags, megabytes", [
+    ("train_policy.py", ["--out", "OUT"], 300),
+    ("train_critic.py", ["--out", "OUT", "--held_out", 0], 300),
+    ("collect.py", ["--human", "fixed:ok", "--max_tokens", 5, "--max_turns", 1], 200)])
+def test_a_stage_whose_memory_is_limited_says_so_in_one_line(name, flags, megabytes, ranked, tasks,
+                                                             tiny_dir, tmp_path):
+    """The allocator's own error, in a process that may use little more than its libraries do."""
+    given = tasks if name == "collect.py" else ranked
+    for r in given:
+        r["task"]["agent_prompt"] = " rate" * 6000
+        for message in r.get("dialogue_history", ())[:1]:
+            message["content"] += " rate" * 6000
+    flags = [tmp_path / "out" if flag == "OUT" else flag for flag in flags]
+    code = LIMITED.replace("MEGABYTES", str(megabytes))
+    done = subprocess.run([sys.executable, "-c", code, name, "--model", tiny_dir, *map(str, flags)],
+                          input=lines(given), capture_output=True, text=True, cwd=ROOT, env=CPU)
+    advice = "max_batch_tokens (now 65536)" if name == "collect.py" else "tree_tokens (now 16384)"
+    assert done.returncode == 1 and "Traceback" not in done.stderr and "chat" not in done.stderr
+    assert re.search(r"error: out of CPU memory( or threads)? in \w+ \(\w+\.py\).*: try a lower "
+                     f"--{re.escape(advice)}", done.stderr.splitlines()[-1]), done.stderr
+
+
+@pytest.mark.full
+def test_out_of_memory_on_another_rank_is_one_line_with_its_rank(tmp_path):
+    shutil.copy(f"{ROOT}/utils.py", tmp_path)
+    (tmp_path / "stage.py").write_text(
+        "import types, torch, utils\n\ndef main(args):\n    utils.init_distributed()\n"
+        f"    if utils.RANK:\n        raise torch.OutOfMemoryError({GPU!r})\n"
+        "    utils.barrier()\n\nutils.run(main, types.SimpleNamespace(tree_tokens=7))\n")
+    done = script(tmp_path / "stage.py", ranks=2)
+    assert done.returncode and "Traceback" not in done.stderr and "[rank" not in done.stderr
+    assert ("rank 1: error: out of GPU memory in main (stage.py), which tried to allocate 2.50 "
+            "GiB: try a lower --tree_tokens (now 7)\n") in done.stderr
+    assert "error: another rank has ended: see its error\n" in done.stderr
 
 
 # --- disks that take no more ----------------------------------------------------------------------
@@ -192,7 +437,8 @@ def test_a_full_disk_under_stdout_keeps_whole_lines(tasks, ranked, tiny_dir, dis
     out.touch()
     complaint(script(*play, stdin=tasks, out=out), "stdout: No space left")
     disk("size=50m")
-    assert "(0 more in the --resume file)" not in succeed(*play, stdin=tasks, out=out).stderr
+    assert re.search(r" \([1-9]\d* more in the --resume file\)",
+                     succeed(*play, stdin=tasks, out=out).stderr)
     assert len(set(map(key_of, records(out.read_text())))) == 16
     complaint(script("evaluate.py", stdin=ranked, out="/dev/full"), "stdout: No space left")
     disk("ro")
@@ -219,6 +465,33 @@ def test_a_damaged_checkpoint_is_named(ranked, tiny_dir, tmp_path):
     done = script(*train, stdin=ranked)
     assert done.returncode == 1 and not (out / "model.safetensors").exists()
     assert done.stderr.splitlines()[-1].startswith(f"error: {checkpoint} is damaged; ")
+
+
+TRAINS = ["--model", "MODEL", "--out", "OUT"]
+READERS = [["colbench.py", "grade"], ["colbench.py", "check"], ["evaluate.py"],
+           ["collect.py", "--human", "fixed:ok", "--model", "MODEL"], ["train_policy.py", *TRAINS],
+           ["train_critic.py", *TRAINS], ["train_critic.py", "--untrained", 1, *TRAINS[:2]],
+           *([f"tests/experiments/{name}.py"] for name in ("preferences", "offline", "audit",
+                                                           "rollouts")),
+           ["tests/experiments/credit.py", "--by", "reaction", *TRAINS[:2]]]
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("command", READERS, ids=lambda command: " ".join(map(str, command)))
+def test_a_script_whose_stdin_is_a_terminal_says_that_it_reads_from_there(command, tiny_dir,
+                                                                          tmp_path):
+    """As when one forgets `< FILE`."""
+    keys, terminal = pty.openpty()
+    paths = {"MODEL": tiny_dir, "OUT": str(tmp_path / "out")}
+    argv = [str(paths.get(word, word)) for word in command]
+    with subprocess.Popen([sys.executable, *argv], stdin=terminal, stderr=subprocess.PIPE, cwd=ROOT,
+                          stdout=subprocess.PIPE, text=True, env=CPU, start_new_session=True) as p:
+        os.close(terminal)
+        assert p.stderr.readline().startswith("reading records from the terminal; for a file use <")
+        os.write(keys, b"\x04")  # Ctrl-D
+        last = "error: stdin is empty; did the previous stage fail?\n"
+        assert p.communicate(timeout=60)[1].endswith(last)
+    os.close(keys)
 
 
 # --- data and models that degenerate --------------------------------------------------------------
@@ -272,6 +545,105 @@ def test_a_folder_that_is_no_whole_model_is_named_for_what_it_is(tiny_dir, tmp_p
     for rows in ('{"args": {}}\n{"finished": 4}\n', "of another program"):
         (run / "metrics.jsonl").write_text(rows)
         model.find_model(str(run))
+
+
+def test_weights_that_differ_from_the_index_beside_them_are_refused(tiny_dir, tmp_path, playing,
+                                                                    tasks):
+    """transformers would load a stale model.safetensors, and leave out the shards."""
+    from safetensors.torch import save_file
+    folder = shutil.copytree(tiny_dir, tmp_path / "both")
+    index, state = folder / "model.safetensors.index.json", weights(tiny_dir)
+    names = sorted(state)
+    shards = {"a.safetensors": names[:5], "b.safetensors": names[5:]}
+
+    def write(state, **weight_map):
+        for file, some in shards.items():
+            save_file({name: state[name] for name in some if name in state}, folder / file)
+        files = {name: file for file, some in shards.items() for name in some}
+        index.write_text(json.dumps({"metadata": {}, "weight_map": {**files, **weight_map}}))
+
+    def refused(why):
+        model.check_index.cache_clear()
+        with pytest.raises(SystemExit, match=f"both' has model.safetensors and an index .* {why}"):
+            model.load(str(folder))
+    write(state)
+    model.check_index.cache_clear()
+    model.load(str(folder))  # they hold the same
+    for name in names[0], names[-1]:
+        other = {**state, name: state[name].clone()}
+        other[name].view(-1)[-1] += 1e-3
+        write(other)
+        refused(f"{name} differs")
+    _, _, end = playing(tasks, "--model", folder, "--max_tokens", 5)
+    assert f"{names[-1]} differs" in str(end)
+    write(state, more="b.safetensors")
+    refused("only one of them has more")
+    write({name: x for name, x in state.items() if name != names[0]})
+    refused(f".*{names[0]}")
+    write(state)
+    (folder / "b.safetensors").unlink()
+    refused(".*b.safetensors")
+    (folder / "b.safetensors").write_bytes(b"version https://git-lfs")
+    refused("")
+    index.unlink()
+    model.check_index.cache_clear()
+    model.load(str(folder))
+
+
+POINTER = "version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 1053472\n"
+
+
+@pytest.mark.parametrize("file", ["model.safetensors", "tokenizer.json", "config.json",
+                                  "chat_template.jinja"])
+def test_a_pointer_of_git_lfs_in_a_model_is_named(file, tiny_dir, tmp_path):
+    """Whether weights are asked for or not: before pairs are made."""
+    folder = shutil.copytree(tiny_dir, tmp_path / "m")
+    (folder / file).write_text(POINTER)
+    for want_weights in (False, True):
+        with pytest.raises(SystemExit, match=f"error: {folder}/{file} is only a pointer of Git"):
+            model.find_model(str(folder), want_weights)
+
+
+def test_weights_whose_download_is_incomplete_are_named_before_pairs_are_made(tiny_dir, tmp_path):
+    folder = shutil.copytree(tiny_dir, tmp_path / "m")
+    whole = (folder / "model.safetensors").read_bytes()
+    for size in (0, 3, 900, len(whole) // 2, len(whole) - 1):
+        (folder / "model.safetensors").write_bytes(whole[:size])
+        with pytest.raises(SystemExit, match="safetensors is damaged, or its download is incompl"):
+            model.find_model(str(folder))
+
+
+@pytest.mark.parametrize("command", [["evaluate.py"], ["colbench.py", "grade"], [
+    "tests/experiments/preferences.py"]])
+def test_records_that_are_a_pointer_of_git_lfs_are_named(command):
+    complaint(script(*command, stdin=POINTER), "stdin is only a pointer of Git LFS: run `git lfs")
+
+
+@pytest.mark.parametrize("settings", [
+    {"num_return_sequences": 4}, {"num_beams": 4, "early_stopping": "x"}, {"max_new_tokens": -1},
+    {"temperature": -3.0, "top_p": "high", "do_sample": False, "cache_implementation": "none"}])
+def test_settings_of_sampling_beside_the_weights_are_no_fault_of_theirs(settings, tiny_dir,
+                                                                        tmp_path):
+    """Nothing reads them: collect.py has its own, and a saved model keeps the base's file."""
+    base, out = shutil.copytree(tiny_dir, tmp_path / "base"), tmp_path / "out"
+    out.mkdir()
+    change_json(base / "generation_config.json", **settings)
+    change_json(base / "config.json", num_return_sequences=4)
+    want = json.loads((base / "generation_config.json").read_text())
+    model.save(*model.load(str(base)), out)
+    assert json.loads((out / "generation_config.json").read_text()) == want
+    model.load(str(out))
+
+
+def test_a_config_that_transformers_can_not_parse_is_one_line(tiny_dir, tmp_path):
+    folder = shutil.copytree(tiny_dir, tmp_path / "m")
+    for file, text in (("tokenizer.json", '{"model": 3}'), ("config.json", "[]"),
+                       ("tokenizer_config.json", '{"added_tokens_decoder": {"x": 3}}')):
+        before = (folder / file).read_text()
+        (folder / file).write_text(text)
+        with pytest.raises(SystemExit, match=f"error: no model at '{folder}': ."):
+            model.find_model(str(folder))
+        (folder / file).write_text(before)
 
 
 # --- trust ----------------------------------------------------------------------------------------

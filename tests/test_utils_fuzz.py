@@ -19,6 +19,7 @@ import evaluate
 import model
 import train_critic
 import train_policy
+import utils
 from colbench import agent_messages
 from conftest import key_of
 
@@ -139,8 +140,50 @@ def test_a_null_is_a_field_that_is_not_there(good):
 @pytest.mark.parametrize("text, message", [
     *((text, f"not JSON .{re.escape(text)} is not a finite number")  # also where it only passes
       for text in ("NaN", "Infinity", "-Infinity", "1e999")),
-    ('0}, "task": {"kind": ["words"]', "task.kind is not text")])
+    ('0}, "task": {"kind": ["words"]', "task.kind is not text"),
+    # true is no number, nor is 1 true
+    ('0}, "reward": true, "x": {"y": 0', "reward is not a finite number"),
+    ('0}, "sample": false, "x": {"y": 0', "sample is not a non-negative integer"),
+    ('0}, "meta": {"seed": true', "meta.seed is not a non-negative integer"),
+    ('0}, "answered": 1, "x": {"y": 0', "answered is not true or false"),
+    *((f'0}}, "dialogue_history": [{{"content": "", "role": "user", {text}}}], "x": {{"y": 0',
+       re.escape(f"dialogue_history[0].{what}")) for text, what in (
+        ('"token_ids": [3, true]', "token_ids[1] is not a non-negative integer"),
+        ('"logprobs": [0, false]', "logprobs[1] is not a finite number"),
+        ('"advantage": true', "advantage is not a finite number"),
+        ('"candidates": [{"logprob": true}]', "candidates[0].logprob is not a finite number")))])
 def test_what_a_record_may_not_hold_is_named(text, message):
     line = '{"of another": {"x": HERE}}'.replace("HERE", text)
     with pytest.raises(SystemExit, match=f"stdin, line 1: {message}"):
         list(colbench.read_records([line.encode()]))
+
+
+def spelled_twice(r, value):
+    """Yields (a JSON text of the value in which one object has a key twice, that key)."""
+    if isinstance(value, dict):
+        for key, x in value.items():
+            others = [f"{json.dumps(k)}: {json.dumps(v)}" for k, v in value.items() if k != key]
+            pairs = [*others, *(f"{json.dumps(key)}: {json.dumps(v)}"
+                                for v in (x, r.choice([x, None, 0, "x"])))]
+            yield "{" + ", ".join(r.sample(pairs, len(pairs))) + "}", key
+            for text, again in spelled_twice(r, x):
+                yield "{" + ", ".join([*others, f"{json.dumps(key)}: {text}"]) + "}", again
+    if isinstance(value, list):
+        for i, x in enumerate(value):
+            for text, again in spelled_twice(r, x):
+                texts = [*map(json.dumps, value[:i]), text, *map(json.dumps, value[i + 1:])]
+                yield "[" + ", ".join(texts) + "]", again
+
+
+def test_a_key_that_occurs_twice_in_an_object_of_any_depth_is_refused_with_its_place(good):
+    """Only one of its values would be read. Readers without duplicates read what json reads."""
+    for record in good[:2]:
+        text = json.dumps(record).encode()
+        assert [x for _, x in utils.read_jsonl([text])] == [json.loads(text)]
+    seen = set()
+    for text, key in spelled_twice(random.Random(SEED), good[0]):
+        assert json.loads(text)  # Python takes it
+        with pytest.raises(SystemExit, match=f"^error: stdin, line 2: .*the key {key!r} occurs 2 "):
+            list(colbench.read_records([json.dumps(good[0]).encode(), text.encode()]))
+        seen.add(key)
+    assert {"task", "test_cases", "test1", "role", "content", "logprob", "meta"} <= seen

@@ -18,8 +18,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 sys.path.append(str(Path(__file__).resolve().parents[1]))
-from colbench import (ANSWER, environment, fill, first_message, hidden_information, read_action,
-                      task_id, with_hidden)
+from colbench import ANSWER, Episode, fill, hidden_information, task_id, with_hidden
 from utils import fail, flag, open_stdout, parser, rng, run
 
 
@@ -308,19 +307,17 @@ def episode(task, max_turns, agent, human, show_hidden=False):
     agent(turn, reply) returns its raw output; reply is the human's last one, at first None.
     human(history) returns the next reply. show_hidden: the first message begins with the reference.
     """
-    history, human_reply, answer = [first_message(task, max_turns)], None, None
-    for turn in range(max_turns):
-        output = agent(turn, human_reply)
-        content, answer = read_action(output, turn == max_turns - 1)
-        history.append({"role": "assistant", "content": content, "output": output})
-        if answer is not None:
-            break
-        human_reply = human(history)
-        history.append({"role": "user", "content": human_reply})
+    dialogue, human_reply = Episode(task, max_turns), None
+    while not dialogue.ended:
+        dialogue.act(agent(dialogue.turn, human_reply))
+        if not dialogue.ended:
+            human_reply = human(dialogue.history)
+            dialogue.reply(human_reply)
+    fields = dialogue.fields()
+    history = fields["dialogue_history"]
     if show_hidden:
         history = with_hidden(history, task["ground_truth"])
-    answer = environment(task).final_answer(history, answer)
-    return {"task": task, "dialogue_history": history, "answer": answer}
+    return {"task": task, "dialogue_history": history, "answer": fields["answer"]}
 
 
 def demonstration(world, task, r, args):

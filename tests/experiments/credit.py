@@ -16,10 +16,11 @@ import sys
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+import torch  # noqa: E402
+
 from colbench import ANSWER, message_texts, read_action, read_records, task_id  # noqa: E402
-from model import (Action, Trajectory, critic_turns, load, print_pair_accuracy,  # noqa: E402
-                   score, turn_actions)
-from train_critic import get_args  # noqa: E402
+from model import Action, Trajectory, critic_turns, load, score, turn_actions  # noqa: E402
+from train_critic import get_args, print_pair_accuracy  # noqa: E402
 from utils import (fail_on_error, init_distributed, open_stdout, parser,  # noqa: E402
                    print_warnings, run, say)
 
@@ -83,11 +84,22 @@ def main(by, args):
         action["advantage"] = value  # readers of records drop None
     say(f"{values.count(None)} of {len(values)} messages and candidates got no advantage")
     print_warnings()
-    print_pair_accuracy(args, [Trajectory(task_id(r["task"]), r, [
-        [Action(m, (*message_texts(history), m["content"]), None)]
-        for history, (m, *_) in turn_actions(r)]) for r in records])
+    print_accuracy(args, records)
     for r in records:
         emit(r)
+
+
+def print_accuracy(args, records):
+    """Prints the pair accuracy of a critic whose log-ratio, of one token, is a message's credit."""
+    credits, trajectories = {}, []
+    for r in records:
+        messages = []
+        for history, (message, *_) in turn_actions(r):
+            turn = tuple(message_texts(r["dialogue_history"][:len(history) + 2]))  # with its reply
+            credits[turn] = torch.tensor([message["advantage"]])
+            messages.append([Action(message, turn, None)])
+        trajectories.append(Trajectory(task_id(r["task"]), r, messages))
+    print_pair_accuracy(args, trajectories, credits, dict.fromkeys(credits, torch.zeros(1)))
 
 
 if __name__ == "__main__":

@@ -6,8 +6,13 @@ import asyncio
 import functools
 import os
 import re
+import sys
 
 import openai
+
+sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__)))))
+from colbench import without_thinking  # noqa: E402
+from utils import api_key  # noqa: E402
 
 PROMPT = """An assistant works for a colleague who wants something that it can't see. It finds \
 out by talking to them, and hands it in at the end.
@@ -24,11 +29,13 @@ A: {a}
 B: {b}
 
 Which one brings it nearer to handing in exactly what is wanted? Reply with one letter, A or B."""
+# "A better message is B" names only B: an A before a word is an article, but for these
+ARTICLE = r"\bA\s+(?!(?:is|because|since|as|over|would|asks|brings|gets|wins)\b)(?=[a-z])"
 URL = os.environ.get("JUDGE")
 if not URL:
     raise SystemExit("error: set JUDGE=http://host:port/v1")
 CLIENT = openai.AsyncOpenAI(base_url=URL, max_retries=8,
-                            api_key=os.environ.get("OPENAI_API_KEY", "none"))
+                            api_key=api_key("OPENAI_API_KEY"))
 
 
 @functools.cache
@@ -50,11 +57,20 @@ async def wins(task, history, a, b):
     completion = await CLIENT.chat.completions.create(
         model=await model(), messages=[{"role": "user", "content": content}],
         temperature=0, seed=0, max_tokens=1024)
-    reply = (completion.choices[0].message.content or "").rpartition("</think>")[2]
-    letters = set(re.findall(r"\b[AB]\b", reply))
-    if len(letters) != 1:  # such as "A better one is B", which is ambiguous
-        raise ValueError("the judge's reply is ambiguous: it must name A or B, not both")
-    return float(letters == {"A"})
+    choice = completion.choices[0]
+    return float(verdict(choice.message.content or "", choice.finish_reason) == "A")
+
+
+def verdict(reply, finish_reason):
+    """Returns the letter of the message that a judge's reply prefers, or raises ValueError."""
+    if finish_reason in ("length", "max_tokens"):
+        raise ValueError("the judge's reply is truncated: it may end before the verdict")
+    text = without_thinking(reply)
+    letters = set(re.findall(r"\b[AB]\b", re.sub(ARTICLE, "", text)))
+    if len(letters) != 1:
+        raise ValueError(f"the judge's reply {text[:60]!r} is no verdict: it must name A or B, "
+                         "not both")
+    return letters.pop()
 
 
 async def advantages(task, history, actions):

@@ -18,6 +18,9 @@ sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspa
 from colbench import first_message, read_records, task_id  # noqa: E402
 from utils import fail, flag, open_stdout, parser, run, say  # noqa: E402
 
+USES = {"output": "the agent's thought", "token_ids": "what was sampled; the text is tokenized",
+        "candidates": "for --loss dpo"}  # {field of the agent's messages: what it is for}
+
 
 def get_args(argv=None):
     p = parser(__doc__, "%(prog)s [flags] < offline.jsonl > episodes.jsonl")
@@ -37,10 +40,10 @@ def main(args):
               "dialogue_history": [first_message(task, args.max_turns), *messages]})
         samples[task_id(task)] += 1
         lacking["test_cases (to grade them again)"] += "test_cases" not in task
-        lacking["output (the agent's thought)"] += any(
-            "output" not in m for m in messages if m["role"] == "assistant")
-    n = sum(samples.values())
-    say(f"{n} trajectories of {len(samples)} tasks; all lack token_ids and candidates")
+        agent = [m for m in messages if m["role"] == "assistant"]
+        for name, use in USES.items():
+            lacking[f"{name} ({use})"] += any(name not in m for m in agent)
+    say(f"{sum(samples.values())} trajectories of {len(samples)} tasks")
     for name, count in lacking.items():
         if count:
             say(f"{count} lack {name}")

@@ -1,46 +1,123 @@
-"""Plots evaluate.py's results with intervals: success, or the mean reward if there is no success.
+"""Plots success with intervals, of evaluate.py's results or of a table in RESULTS.md.
 
     python evaluate.py ... | tee -a runs/results.jsonl | python tests/experiments/plot.py FILE.png
+    python tests/experiments/plot.py --table rounds tests/experiments/rounds.svg \
+        < tests/experiments/RESULTS.md
 
 Systems NAME@X are the points of a curve NAME over X, other systems are horizontal lines. Without
-curves, all systems are bars. Requires matplotlib.
+curves, all systems are bars. Results without success are plotted by their mean reward.
+
+With --table NAME stdin is Markdown, and the table below the line <!-- NAME --> is plotted. Its
+first column has the curves' names and its head the values of X. A cell is a percentage with its
+interval, 86.8 [85.0, 88.2], or without one, or empty. Requires matplotlib.
 """
 import json
+import os
 import re
 import sys
 
+import matplotlib
+import numpy as np
 from matplotlib.figure import Figure
 
+sys.path.insert(0, os.path.join(os.path.dirname(__file__), "..", ".."))
+from utils import fail, flag, parser, run  # noqa: E402
 
-def main(path):
-    results = [json.loads(line) for line in sys.stdin]
-    metric = "success" if "success" in results[0] else "tests_passed"
-    axes, curves, lines = Figure(figsize=(6, 4), layout="constrained").subplots(), {}, []
+CELL = r"(\d+(?:\.\d+)?)(?: \[(\d+(?:\.\d+)?), (\d+(?:\.\d+)?)\])?"
+
+
+def get_args(argv=None):
+    p = parser(__doc__, "%(prog)s [flags] FILE.png < results.jsonl")
+    p.add_argument("out", metavar="FILE", help="picture to write, .png or .svg")
+    flag(p, "table", None, "name of a Markdown table to plot")
+    return p.parse_args(argv)
+
+
+def table_results(text, name):
+    """Returns (title, results): a Markdown table's first cell, its others like evaluate.py's."""
+    table = text.partition(f"<!-- {name} -->\n")[2].partition("\n\n")[0]
+    if not table:
+        fail(f"stdin has no table below a line <!-- {name} -->")
+    rows = [[cell.strip(" *") for cell in line.strip("|").split("|")]
+            for line in table.splitlines()]
+    (title, *xs), _, *rows = rows
+    results = []
+    for curve, *cells in rows:
+        for x, cell in zip(xs, cells, strict=True):
+            if not cell:
+                continue
+            found = re.fullmatch(CELL, cell)
+            if not found:
+                fail(f"the table {name} has a cell {cell!r}; write 86.8 [85.0, 88.2], 86.8 or "
+                     "nothing")
+            value, low, high = found.groups()
+            interval = [float(low) / 100, float(high) / 100] if low else None
+            results.append({"system": f"{curve}@{x}", "success": float(value) / 100,
+                            "success_95": interval})
+    return title, results
+
+
+def curves_and_lines(results, metric):
+    """Returns {name: [(x, value, low, high)]} and [(name, value, low, high)], in %."""
+    curves, lines = {}, []
     for r in results:
         name, x = re.fullmatch(r"(?s)(.*?)(?:@(\d+\.?\d*))?", r["system"]).groups()
-        value, low, high = (100 * v for v in (r[metric], *(r[f"{metric}_95"] or [r[metric]] * 2)))
+        low, high = r[f"{metric}_95"] or (r[metric], r[metric])
+        numbers = 100 * r[metric], 100 * low, 100 * high
         if x:
-            curves.setdefault(name, []).append((float(x), value, low, high))
+            curves.setdefault(name, []).append((float(x), *numbers))
         else:
-            lines.append((name, value, low, high))
-    for i, (name, value, low, high) in enumerate(lines):
-        if curves:
-            axes.axhline(value, label=name, color=f"C{i}", linestyle="--")
-        else:
-            axes.bar(name, value, color=f"C{i}", yerr=[[value - low], [high - value]], capsize=4)
-            axes.text(i, 2, f"{value:.1f}", ha="center", color="white")
-    for name, points in curves.items():
-        x, value, low, high = zip(*sorted(points))
-        color = f"C{len(axes.lines)}"
-        axes.plot(x, value, marker="o", label=name, color=color)
-        axes.fill_between(x, low, high, color=color, alpha=0.15, linewidth=0)
+            lines.append((name, *numbers))
+    return curves, lines
+
+
+def draw_bars(axes, bars):
+    for i, (name, value, low, high) in enumerate(bars):
+        axes.bar(name, value, color=f"C{i}", yerr=[[value - low], [high - value]], capsize=4)
+        axes.text(i, 2, f"{value:.1f}", ha="center", color="white")
+
+
+def draw_curves(axes, curves, lines, with_values):
+    for i, (name, value, _, _) in enumerate(lines):
+        axes.axhline(value, label=name, color=f"C{i}", linestyle="--")
+    for i, (name, points) in enumerate(curves.items(), len(lines)):
+        x, value, low, high = np.array(sorted(points)).T
+        axes.errorbar(x, value, [value - low, high - value], label=name, color=f"C{i}", marker="o",
+                      capsize=3)
+        for at, y in zip(x, value):
+            if with_values:
+                axes.annotate(f"{y:.1f}", (at, y), (6, -12), textcoords="offset points",
+                              color=f"C{i}")
+    xs = sorted({x for points in curves.values() for x, *_ in points})
+    if xs[0] > 0:
         axes.set_xscale("log", base=2)
-        axes.set_xticks(x, [f"{value:g}" for value in x])
+    axes.set_xticks(xs, [f"{x:g}" for x in xs])
+    axes.margins(x=0.1)
+    axes.set_ylim(0, 100)
+    axes.legend()
+
+
+def main(args):
+    # texts stay texts, and the same numbers make the same bytes
+    matplotlib.rcParams.update({"svg.fonttype": "none", "svg.hashsalt": "plot"})
+    axes = Figure(figsize=(6, 4), layout="constrained").subplots()
+    if args.table:
+        title, results = table_results(sys.stdin.read(), args.table)
+        axes.set_title(title, fontsize="medium")
+    else:
+        results = [json.loads(line) for line in sys.stdin]
+    if not results:
+        fail("stdin has no results; did the previous stage fail?")
+    metric = "success" if "success" in results[0] else "tests_passed"
     axes.set_ylabel(f"{metric.replace('_', ' ')} %")
+    curves, lines = curves_and_lines(results, metric)
     if curves:
-        axes.legend()
-    axes.figure.savefig(path, dpi=150)
+        draw_curves(axes, curves, lines, with_values=bool(args.table))
+    else:
+        draw_bars(axes, lines)
+    metadata = {"Date": None} if args.out.endswith(".svg") else None
+    axes.figure.savefig(args.out, dpi=150, metadata=metadata)
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    run(main, get_args())

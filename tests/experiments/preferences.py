@@ -30,8 +30,8 @@ from itertools import takewhile
 
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__)))))
 from colbench import RECORD, check_dialogue, check_shape, reject_unsupported  # noqa: E402
-from utils import (add_warning, digest, fail, flag, open_stdout, parser,  # noqa: E402
-                   print_warnings, run)
+from utils import (add_warning, digest, fail, flag, open_stdout, parse_json,  # noqa: E402
+                   parser, print_warnings, read_jsonl, run)
 
 FORMATS = {  # name: (columns of the prompt, column of the chosen side, of the rejected side)
     "UltraFeedback": (["prompt"], "chosen", "rejected"),
@@ -64,16 +64,14 @@ def get_args(argv=None):
 
 def main(args):
     emit, written = open_stdout(), set()  # written: (task id, sample) of each row's first record
-    for number, line in enumerate(sys.stdin.buffer, 1):
-        if not line.strip():
-            continue
+    for place, row in read_jsonl(sys.stdin):
         try:
-            converted = records(parse_row(line), args)
+            converted = records(row, args)
         except ValueError as e:
-            fail(f"stdin, line {number}: {e}")
+            fail(f"{place}: {e}")
         key = converted[0]["task"]["id"], converted[0]["sample"]
         if key in written:
-            add_warning("lines are dropped, as they repeat an earlier one", f"line {number}")
+            add_warning("lines are dropped, as they repeat an earlier one", place)
             continue
         written.add(key)
         for record in converted:
@@ -83,6 +81,7 @@ def main(args):
 
 def records(row, args):
     """Returns the records of a row, the chosen side's first; raises ValueError."""
+    row = {name: value for name, value in row.items() if value is not None}
     thinking = args.thinking
     if isinstance(row.get("meta"), dict) and "thinking" in row["meta"]:
         thinking = int(bool(row.pop("meta")["thinking"] or thinking))
@@ -104,17 +103,6 @@ def records(row, args):
     return [{"task": task, "sample": int(digest(f"{reward} {content}")[:13], 16), **pair,
              "dialogue_history": dialogue, "reward": reward, "meta": {"thinking": thinking}}
             for dialogue, reward in zip(sides, (1.0, 0.0))]
-
-
-def parse_row(line):
-    """Returns a line's JSON object as a dict; raises ValueError."""
-    try:
-        row = json.loads(line)
-    except (ValueError, RecursionError) as e:
-        raise ValueError(f"not JSON ({e}); every line must be one JSON object") from None
-    if not isinstance(row, dict):
-        raise ValueError("not a JSON object")
-    return {name: value for name, value in row.items() if value is not None}
 
 
 def dialogues(row, parse_texts):
@@ -213,7 +201,7 @@ def from_text(text):
         contents = map(str.strip, parts[1::2])
         return [{"role": name, "content": text} for name, text in zip(parts[::2], contents)]
     try:
-        return json.loads(text)
+        return parse_json(text)
     except (ValueError, RecursionError):
         raise ValueError(f"{text[:40]!r} is no dialogue, and has no prompt before it") from None
 

@@ -1,99 +1,113 @@
-"""Writes a self-contained HTML page that shows all episodes of systems, task by task, side by side.
+"""Writes a self-contained HTML page that shows systems' episodes, task by task, side by side.
 
     python tests/experiments/report.py base.jsonl sweet=a.jsonl,b.jsonl > report.html
+    python tests/experiments/report.py --logprob_weight 0.1 runs/scored.jsonl > report.html
 
-Systems are named as for evaluate.py. Web pages of frontend tasks are shown as pictures.
+Systems are named as for evaluate.py. Messages that a critic has scored are coloured by their
+advantage. A turn's candidates are ranked as train_policy.py ranks them, with a line between the
+halves from which it draws the chosen and the rejected side. Web pages are shown as pictures.
+
+The page is report_page.html with these data as JSON, of which a browser draws only what is opened:
+{"systems": [{"name", "limit": the advantage from which colours are strongest, or null}],
+"ranking": how candidates are ranked, "pictures": [JPEG in base64], "tasks": [see report_task]}.
 """
 import base64
-import html
 import io
+import json
 import os
 import sys
 from concurrent.futures import ThreadPoolExecutor
 
 sys.path.insert(0, os.path.join(os.path.dirname(__file__), "..", ".."))
-from colbench import (GraderError, Renderer, RenderError, cpus, environment, extract_page,
-                      hidden_information, read_records, task_id)
+from colbench import (GraderError, Renderer, RenderError, agent_messages, cpus, environment,
+                      extract_page, hidden_information, read_records, task_id)
 from evaluate import named_systems
-from utils import fail, parser
+from utils import fail, flag, parser, run
 
-STYLE = """<!doctype html><meta charset="utf-8"><title>Episodes</title><style>
-body {margin: 0; font: 14px system-ui, sans-serif}
-nav {width: 24em; height: 100vh; overflow-y: auto}
-main {position: fixed; inset: 0 0 0 25em; overflow: auto}
-.side {display: flex; gap: 12px} .side > * {flex: 1 1 0; min-width: 18em}
-.task > summary b {display: block} .task > summary span {display: inline-block; width: 3.5em}
-.task[open] > summary {background: #dbeafe}
-img {max-width: 100%; border: 1px solid #ccc}
-pre {margin: 0; white-space: pre-wrap; overflow-wrap: anywhere}
-.box {margin: 6px 0; padding: 6px; background: #f3f4f6}
-.assistant {margin-left: 1.5em; border-left: 6px solid #9ca3af}
-.pass {color: #15803d} .fail {color: #b91c1c}
-</style>
-<nav>"""
+TEMPLATE = os.path.join(os.path.dirname(os.path.abspath(__file__)), "report_page.html")
 
 
-def tag(name, style, text):
-    """Returns an HTML element. Escapes its text, which a model may have written."""
-    return f'<{name} class="{style}">{html.escape(text)}</{name}>'
+def get_args(argv=None):
+    p = parser(__doc__, "%(prog)s [flags] FILE | NAME=FILE,FILE,... ... > report.html")
+    p.add_argument("files", nargs="+", metavar="FILE", help="graded records of one system")
+    flag(p, "logprob_weight", 0.0, "rank candidates by advantage + this x log-prob, as in "
+         "train_policy.py")
+    return p.parse_args(argv)
 
 
-def folded(summary, content, attributes=""):
-    return f"<details {attributes}><summary>{summary}</summary>{content}</details>"
+# --- what the page shows of a record --------------------------------------------------------------
+
+def ranked(candidates, logprob_weight):
+    """Returns (candidates, n): n scored ones as train_policy.py ranks them, then the others."""
+    scored = [c for c in candidates if "advantage" in c]
+    scored.sort(key=lambda c: c["advantage"] + logprob_weight * c.get("logprob", 0), reverse=True)
+    return scored + [c for c in candidates if "advantage" not in c], len(scored)
 
 
-def message(m):
-    """Shows a message's raw output, advantage, and folded candidates, best first."""
-    parts = []
-    if "advantage" in m:
-        parts.append(tag("b", "advantage", f"{m['advantage']:+.3f}"))
-    parts.append(tag("pre", "", m.get("output") or m.get("content", "")))
-    if candidates := m.get("candidates"):
-        ranked = sorted(candidates, key=lambda c: c.get("advantage", 0), reverse=True)
-        parts.append(folded(f"{len(candidates)} candidates", "".join(map(message, ranked))))
-    return f'<div class="box {html.escape(m.get("role", "assistant"))}">{"".join(parts)}</div>'
+def shown_action(action):
+    """Returns {"text", "advantage", "logprob", "truncated"} of a message or candidate."""
+    shown = {"text": action.get("output") or action.get("content", "")}
+    for name in ("advantage", "logprob"):
+        if name in action:
+            shown[name] = round(action[name], 4)
+    if action.get("cut"):
+        shown["truncated"] = True
+    return shown
+
+
+def shown_message(message, logprob_weight):
+    """Returns shown_action's fields and "role"; "candidates", of which the first "ranked" are."""
+    shown = {"role": message["role"], **shown_action(message)}
+    if message.get("candidates"):
+        candidates, shown["ranked"] = ranked(message["candidates"], logprob_weight)
+        shown["candidates"] = [shown_action(c) for c in candidates]
+    return shown
 
 
 def artifact(task, text, pictures):
-    """Shows an answer or a reference; a web page as a picture, with its source folded."""
-    source, page = tag("pre", "box", text), extract_page(text)
-    if not (page and environment(task).shows_pages):
-        return source
-    return pictures.get(page, "") + folded("source", source)
+    """Returns {"text"} of an answer or reference, and the number of a web page's "picture"."""
+    shown, page = {"text": text}, extract_page(text)
+    if environment(task).shows_pages and page in pictures:
+        shown["picture"] = pictures[page]
+    return shown
 
 
-def episode(number, record, pictures):
-    """Shows an episode: answer, verdicts, dialogue."""
-    parts = [artifact(record["task"], record.get("answer") or "", pictures)]
+def shown_episode(record, logprob_weight, pictures):
+    """Returns {"reward", "answer", "tests": their number, "failed", "messages"}, "failure"."""
+    task, tests = record["task"], record.get("tests", {})
+    calls = task.get("test_cases", {})
+    shown = {"reward": record["reward"], "tests": len(tests),
+             "answer": artifact(task, record.get("answer") or "", pictures),
+             "failed": [{"call": calls.get(name, name), "verdict": verdict}
+                        for name, verdict in tests.items() if verdict != "pass"],
+             "messages": [shown_message(m, logprob_weight) for m in record["dialogue_history"]]}
     if "failure" in record:
-        parts.append(tag("div", "fail", record["failure"]))
-    for name, verdict in record.get("tests", {}).items():
-        style = "pass" if verdict == "pass" else "fail"
-        parts.append(tag("div", style, f"{name}: {verdict}"))
-    parts += map(message, record["dialogue_history"])
-    summary = f"<b>episode {number}: reward {record['reward']:.3f}</b>"
-    return folded(summary, "".join(parts), 'class="episode"' + " open" * (number == 0))
+        shown["failure"] = record["failure"]
+    return shown
 
 
-def report_task(number, episodes, systems, pictures):
-    """Shows a task: mean rewards in the list, its episodes, {system: [records]}, if unfolded."""
-    task, means = next(iter(episodes.values()))[0]["task"], {}
-    columns = [("hidden reference", artifact(task, hidden_information(task), pictures))]
-    for system, records in episodes.items():
-        means[system] = sum(record["reward"] for record in records) / len(records)
-        columns.append((system, "".join(episode(i, record, pictures)
-                                        for i, record in enumerate(records))))
-    summary = [tag("b", "", task["problem_description"][:90])]
-    for system in systems:
-        summary.append(tag("span", "", f"{100 * means[system]:.0f}" if system in means else "-"))
-    head = tag("h3", "", task_id(task)) + tag("pre", "", task["problem_description"])
-    sections = [f"<section>{tag('h3', '', name)}{content}</section>" for name, content in columns]
-    content = f'<main>{head}<div class="side">{"".join(sections)}</div></main>'
-    return folded("".join(summary), content, 'class="task" name="task"' + " open" * (number == 0))
+def report_task(records_of, names, logprob_weight, pictures):
+    """Returns {"id", "description", "reference", "episodes": [[episode] of each system]}.
 
+    records_of: the task's records, {system: [record]}. pictures: {page: its number}.
+    """
+    task = next(iter(records_of.values()))[0]["task"]
+    return {"id": task_id(task), "description": task["problem_description"],
+            "reference": artifact(task, hidden_information(task), pictures),
+            "episodes": [[shown_episode(record, logprob_weight, pictures)
+                          for record in records_of.get(name, [])] for name in names]}
+
+
+def colour_limit(advantages):
+    """Returns the 95 % quantile of the absolute values, which is below the largest of several."""
+    sizes = sorted(abs(x) for x in advantages)
+    return sizes[int(0.95 * (len(sizes) - 1))] if sizes else None
+
+
+# --- pages ----------------------------------------------------------------------------------------
 
 def render_pages(pages):
-    """Returns {page: <img> element}, without the pages that can't be rendered."""
+    """Returns {page: JPEG in base64}, without the pages that can't be rendered."""
     if not pages:
         return {}
     from PIL import Image
@@ -106,8 +120,7 @@ def render_pages(pages):
         picture, jpeg = Image.open(io.BytesIO(rendered["png"])).convert("RGB"), io.BytesIO()
         picture.thumbnail((480, 1600))
         picture.save(jpeg, "jpeg", quality=80)
-        data = base64.b64encode(jpeg.getvalue()).decode()
-        return f'<img src="data:image/jpeg;base64,{data}">'
+        return base64.b64encode(jpeg.getvalue()).decode()
     try:
         with Renderer(cpus()) as renderer, ThreadPoolExecutor(cpus()) as pool:
             return {page: image for page, image in zip(pages, pool.map(thumbnail, pages)) if image}
@@ -116,24 +129,46 @@ def render_pages(pages):
 
 
 def main(args):
-    tasks, pages, systems = {}, set(), named_systems(args.files)
+    systems = named_systems(args.files)
+    tasks = {}                                           # {task id: {system: [record]}}
+    advantages = {system.name: [] for system in systems}
+    pages = {}                                           # {page: None}, in their order
     for system in systems:
         for path in system.files:
             with open(path, encoding="utf-8") as f:
                 for record in read_records(f, "dialogue_history", "reward", source=path):
                     task = record["task"]
-                    episodes = tasks.setdefault(task_id(task), {})
-                    episodes.setdefault(system.name, []).append(record)
+                    of_task = tasks.setdefault(task_id(task), {})
+                    of_task.setdefault(system.name, []).append(record)
+                    advantages[system.name] += advantages_of(record)
                     if environment(task).shows_pages:
-                        pages |= {*map(extract_page, (record.get("answer"),
-                                                      hidden_information(task)))}
-    pictures, names = render_pages(pages - {""}), [system.name for system in systems]
-    print(STYLE + html.escape(f"{len(tasks)} tasks; mean rewards of {', '.join(names)} in %"))
-    for i, episodes in enumerate(tasks.values()):
-        print(report_task(i, episodes, names, pictures))
+                        pages[extract_page(record.get("answer"))] = None
+                        pages[extract_page(hidden_information(task))] = None
+    images = render_pages([page for page in pages if page])
+    pictures = {page: number for number, page in enumerate(images)}
+    names = [system.name for system in systems]
+    ranking = "Candidates are ranked by advantage"
+    if args.logprob_weight:
+        ranking += f" + {args.logprob_weight:g} x log-prob"
+    print_page({"systems": [{"name": name, "limit": colour_limit(advantages[name])}
+                            for name in names],
+                "ranking": f"{ranking}.", "pictures": list(images.values()),
+                "tasks": [report_task(of_task, names, args.logprob_weight, pictures)
+                          for of_task in tasks.values()]})
+
+
+def advantages_of(record):
+    """Returns those of a record's messages and candidates."""
+    actions = [x for m in agent_messages(record) for x in (m, *m.get("candidates", ()))]
+    return [x["advantage"] for x in actions if "advantage" in x]
+
+
+def print_page(data):
+    with open(TEMPLATE, encoding="utf-8") as f:
+        before, after = f.read().split("{}</script>")
+    # no text of the data can end the script element, because in JSON "<" may be written so
+    print(before + json.dumps(data).replace("<", "\\u003c") + "</script>" + after, end="")
 
 
 if __name__ == "__main__":
-    p = parser(__doc__, "%(prog)s FILE | NAME=FILE,FILE,... ... > report.html")
-    p.add_argument("files", nargs="+", metavar="FILE", help="graded records of one system")
-    main(p.parse_args())
+    run(main, get_args())

@@ -7,14 +7,13 @@ A candidate's advantage is 5 times its Q value: the reward if it is an answer, e
 of -k episodes that continue from it. Flags are those of collect.py. For backend tasks only.
 """
 import asyncio
-import json
 import os
 import sys
 
 sys.path.insert(0, os.path.join(os.path.dirname(__file__), "..", ".."))
 import collect
 from colbench import Grader, agent_messages, read_action, read_records
-from utils import progress
+from utils import open_stdout, progress
 
 
 class Rollouts(collect.EpisodeRunner):
@@ -62,7 +61,8 @@ class Rollouts(collect.EpisodeRunner):
 
 
 if __name__ == "__main__":
+    emit = open_stdout()
     records = [*read_records(sys.stdin, "dialogue_history", to_grade=True)]
     asyncio.run(Rollouts(collect.get_args()).score(records))
     for record in records:
-        print(json.dumps(record))
+        emit(record)

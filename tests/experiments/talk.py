@@ -6,8 +6,10 @@
 
 For each task you read what you want, which the agent does not see, and reply to the agent's
 messages. Then you see its final answer with the grader's verdicts and, with --critic, the advantage
-of each message. Without tasks on stdin they are those of runs/tasks.jsonl. If stdout is a file or
-a pipe, it gets the graded records. Other flags go to collect.py, for example --temperature 0.
+of each message. Without tasks on stdin they are those of runs/tasks.jsonl. First you see replies
+from --episodes, because a small agent understands only replies like those that it was trained on.
+If stdout is a file or a pipe, it gets the graded records. Other flags go to collect.py, for example
+--temperature 0.
 
 One collect.py runs all episodes sequentially, so that the model is loaded once. It asks this file's
 reply(), which asks main() over a socket, because only main() has the terminal. The same socket is
@@ -15,6 +17,7 @@ collect.py's stdout, so that main() sees a finished record, and grades it, befor
 begins. Web pages are left out: main() can't show them.
 """
 import contextlib
+import itertools
 import json
 import os
 import shutil
@@ -33,6 +36,7 @@ sys.path.insert(0, ROOT)
 from colbench import agent_messages, environment, hidden_information, read_records
 from utils import fail, fail_on_error, flag, inline, open_stdout, parser
 
+EPISODES = "runs/train.jsonl"  # where the quickstart writes them
 SOCKET = "TALK_SOCKET"  # environment variable with the descriptor of collect.py's end
 STAGES = contextlib.ExitStack()  # kills the scripts that still run
 
@@ -64,6 +68,20 @@ def show(text, label=""):
         rows += textwrap.wrap(inline(line), width, subsequent_indent=hang,
                               break_long_words=False, break_on_hyphens=False) or [""]
     print(label + ("\n" + " " * len(label)).join(rows))
+
+
+def example_replies(path):
+    """Returns up to three (question, reply) of the first episodes in a file, none repeated."""
+    found = {}  # {reply: question}
+    with fail_on_error(f"--episodes {path}"):
+        stream = open(path, "rb")
+    with stream:
+        for record in itertools.islice(read_records(stream, "dialogue_history", source=path), 20):
+            history = record["dialogue_history"]
+            for question, reply in zip(history[1:], history[2:]):
+                if question["role"] == "assistant" and reply["role"] == "user":
+                    found.setdefault(reply["content"], question["content"])
+    return [(question, reply) for reply, question in found.items()][:3]
 
 
 def show_grade(record):
@@ -122,6 +140,10 @@ def main(args, flags):
         if environment(record["task"]).shows_pages:
             fail(f"{name} has tasks of web pages, which talk.py can't show")
         tasks += json.dumps({"task": record["task"]}).encode() + b"\n"
+    examples = []
+    if args.episodes or os.path.exists(EPISODES):
+        args.episodes = args.episodes or EPISODES
+        examples = example_replies(args.episodes)
     emit = open_stdout() if not sys.stdout.isatty() else lambda record: None
     for fd in (0, 1):  # input() edits lines only of these
         os.dup2(terminal, fd)
@@ -133,7 +155,12 @@ def main(args, flags):
                     "--concurrency", "1", stdout=theirs, pass_fds=[theirs.fileno()],
                     env={**os.environ, SOCKET: str(theirs.fileno())})
     theirs.close()
-    show(f"loading {args.model} (Ctrl-C: leave)")
+    if examples:
+        show(f"\nReplies in {args.episodes}, to imitate:")
+    for question, reply in examples:
+        show(question, "agent  ")
+        show(reply, "human  ")
+    show(f"\nloading {args.model} (Ctrl-C: leave)")
     with contextlib.suppress(ConnectionError):  # collect.py has failed
         with collect.stdin:
             collect.stdin.write(tasks)
@@ -178,6 +205,8 @@ if __name__ == "__main__":
     P = parser(__doc__, "%(prog)s --model MODEL [--critic RUN] [flags of collect.py] < tasks.jsonl")
     flag(P, "model", None, "the agent", required=True)
     flag(P, "critic", None, "a finished run of train_critic.py; it reads the reference")
+    flag(P, "episodes", None, "records of episodes that the agent was trained on, to show the "
+         f"human's replies in them; default: {EPISODES}, if it exists", metavar="FILE")
     try:
         with STAGES:
             main(*P.parse_known_args())

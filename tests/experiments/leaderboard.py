@@ -1,0 +1,40 @@
+"""Prints the row of the leaderboard (RESULTS.md) for the results of seeds.sh.
+
+    python tests/experiments/leaderboard.py < runs/seeds.jsonl
+
+The last column, what changed, is yours to write. A commit that ends in "-dirty" had uncommitted
+changes when seeds.sh evaluated it: commit them and run seeds.sh again.
+"""
+import datetime
+import json
+import os
+import subprocess
+import sys
+
+sys.path.insert(0, os.path.join(os.path.dirname(__file__), "..", ".."))
+from utils import fail, parser, run  # noqa: E402
+
+SYSTEMS = "sweet2", "sweet", "rft", "base"  # in the row's order
+
+
+def cell(result):
+    """Returns the success with its interval, such as "86.8 [85.0, 88.2]"."""
+    low, high = result["success_95"]
+    return f"{100 * result['success']:.1f} [{100 * low:.1f}, {100 * high:.1f}]"
+
+
+def main(args):
+    results = {r["system"]: r for r in map(json.loads, sys.stdin)}
+    missing = [name for name in SYSTEMS if name not in results]
+    if missing:
+        fail(f"stdin has no results of {', '.join(missing)}; it must be what seeds.sh writes")
+    commit = results["sweet"]["version"].split(",")[0]
+    git = subprocess.run(["git", "config", "user.name"], capture_output=True, text=True)
+    name = git.stdout.strip() or "your name"
+    cells = [*(cell(results[system]) for system in SYSTEMS), commit,
+             str(datetime.date.today()), name, "what you changed"]
+    print(f"| {' | '.join(cells)} |")
+
+
+if __name__ == "__main__":
+    run(main, parser(__doc__, "%(prog)s < runs/seeds.jsonl").parse_args())

@@ -1,0 +1,90 @@
+"""ColBench as an environment of SkyRL (pip install skyrl-gym==0.4.0), for online RL of the agent.
+
+    import skyrl_gym
+    skyrl_gym.register(id="colbench", entry_point="tests.experiments.skyrl:ColBench")
+    env = skyrl_gym.make("colbench", extras={"task": task, "human": "tests/toy.py"})
+
+Run it with this repo's root in PYTHONPATH. extras are the columns of a line of SkyRL's data:
+
+    task          as in a record
+    human         as collect.py --human takes it: a FILE.py, the address of an LLM, or fixed:TEXT
+    human_params  of an LLM's requests, as JSON text (optional)
+    max_turns     the most messages of the agent (optional, 10)
+
+The reward is that of `colbench.py grade`, and comes with the last message; messages before it get
+0. The metadata of the last step are the fields that a record would have.
+"""
+import asyncio
+import atexit
+import functools
+import os
+import sys
+import threading
+from types import SimpleNamespace
+
+from skyrl_gym.envs.base_text_env import BaseTextEnv, BaseTextEnvStepOutput
+
+sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__)))))
+import collect  # noqa: E402
+from colbench import Episode, cpus, environment  # noqa: E402
+
+LOCK = threading.Lock()  # SkyRL steps environments in several threads
+
+
+@functools.cache
+def event_loop():
+    """Returns a loop that runs in a thread of its own, because a server's client needs one loop."""
+    loop = asyncio.new_event_loop()
+    threading.Thread(target=loop.run_forever, daemon=True).start()
+    return loop
+
+
+def wait(coroutine):
+    """Returns a coroutine's result, from any thread."""
+    return asyncio.run_coroutine_threadsafe(coroutine, event_loop()).result()
+
+
+@functools.cache
+def human_runner(human, params):
+    """Returns a loaded EpisodeRunner with this human, whose own agent never acts."""
+    flags = ["--agent", "fixed:", "--human", human, "--human_params", params]
+    return wait(collect.EpisodeRunner(collect.get_args(flags)).load())
+
+
+@functools.cache
+def grader(kind):
+    """Returns the grader of an Environment class; it is closed when this process exits."""
+    made = kind(SimpleNamespace(rules="honest", workers=cpus(),
+                                clip="openai/clip-vit-base-patch32"))
+    atexit.register(made.close)
+    return made
+
+
+class ColBench(BaseTextEnv):
+    """An episode of a task. See the module's docstring for extras."""
+
+    def __init__(self, env_config=None, extras=None):
+        super().__init__()
+        self.task, self.max_turns = extras["task"], extras.get("max_turns", 10)
+        with LOCK:
+            self.runner = human_runner(extras["human"], extras.get("human_params") or "{}")
+            self.grader = grader(environment(self.task))
+
+    def init(self, prompt=None):
+        """Starts the episode; returns its prompt, whatever SkyRL's data has as one."""
+        self.episode = Episode(self.task, self.max_turns)
+        return [*self.episode.history], {}
+
+    def step(self, action):
+        """Sends the agent's message. Returns the human's reply or, at the end, the reward."""
+        episode = self.episode
+        episode.act(action)
+        self.turns = episode.turn
+        if not episode.ended:
+            episode.reply(wait(self.runner.human_reply(self.task, episode.history)))
+            return BaseTextEnvStepOutput(observations=episode.history[-1:], reward=0.0, done=False,
+                                         metadata={})
+        fields = episode.fields()
+        fields |= self.grader.grade(self.task, fields["answer"])
+        return BaseTextEnvStepOutput(observations=[], reward=fields["reward"], done=True,
+                                     metadata=fields)
