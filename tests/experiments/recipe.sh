@@ -8,7 +8,7 @@
 #   SEED=1 MODEL=DIR FLAGS="--dtype bf16" bash tests/experiments/recipe.sh real     # real_model.sh
 #
 # The first round's policies are called METHOD, those of the second METHOD-2. A method is
-#   rft, mtdpo   train_policy.py --loss rft or mtdpo
+#   rft, mtdpo   the two rivals, by --loss of train_policy.py
 #   eq3          SWEET-RL. In the second round the same critic scores the new candidates
 #   untrained    SWEET-RL with the untrained critic, twice
 #   recipe       first round: ranked by the untrained critic if it orders two thirds of the pairs,
