@@ -658,35 +658,45 @@ class VllmEngine(Endpoint):
 class Batcher:
     """Batches the requests of many coroutines, and computes them in steps.
 
-    If requests are waiting, a step first lets coroutines add more until none does, so that batches
-    are full and reproducible. Then a subclass's compute(new) starts the new requests, and sets the
-    `result` of at least one running request. Steps repeat while any request runs. If compute
-    raises, so does every later submit.
+    In a step, a subclass's compute(new) starts the new requests, and sets the `result` of at least
+    one running request. Steps repeat while there are requests. If compute raises, so does every
+    later submit.
     """
 
     def __init__(self):
         self.waiting, self.running = [], []  # requests
-        self.step = None  # the asyncio task of the step
+        self.step_end = None  # a future for the end of the step, None while there are no requests
 
     async def submit(self, **fields):
         """Returns the result of a request that has these fields."""
         request = SimpleNamespace(result=None, **fields)
         self.waiting.append(request)
+        if self.step_end is None:
+            self.step_end = asyncio.get_running_loop().create_future()
+            self.task = asyncio.create_task(self.run_steps())  # kept, else it may be collected
         while request.result is None:
-            self.step = self.step or asyncio.ensure_future(self.run_step())
-            await self.step
+            await self.step_end
         return request.result
 
-    async def run_step(self):
-        n_waiting = 0  # first, let other coroutines run until none submits anything new
-        while n_waiting != len(self.waiting):
-            n_waiting = len(self.waiting)
-            await asyncio.sleep(0)
-        new = self.admit()
-        self.running += new
-        await asyncio.get_running_loop().run_in_executor(COMPUTE_THREAD, self.compute, new)
-        self.running = [request for request in self.running if request.result is None]
-        self.step = asyncio.ensure_future(self.run_step()) if self.running else None
+    async def run_steps(self):
+        """Runs steps until every request has its result."""
+        loop = asyncio.get_running_loop()
+        while self.waiting or self.running:
+            n_waiting = 0  # full and reproducible batches: let coroutines submit until none does
+            while n_waiting != len(self.waiting):
+                n_waiting = len(self.waiting)
+                await asyncio.sleep(0)
+            new = self.admit()
+            self.running += new
+            try:
+                await loop.run_in_executor(COMPUTE_THREAD, self.compute, new)
+            except Exception as e:
+                self.step_end.set_exception(e)
+                return
+            self.running = [request for request in self.running if request.result is None]
+            ended, self.step_end = self.step_end, loop.create_future()
+            ended.set_result(None)  # wakes all that submitted; those without a result wait on
+        self.step_end = None
 
     def admit(self):
         """Removes and returns the waiting requests that start now."""
