@@ -165,6 +165,7 @@ COMPUTE_THREAD = ThreadPoolExecutor(1)  # runs all models, so that they don't bl
 HUMAN_THREADS = ThreadPoolExecutor(256)  # run the functions of users that are in WAITING
 WAITING = set()  # see call_user_function
 TREE_TOKENS = 16384  # most tokens per forward of the critic
+MOST_FAILURES = 16  # in a row; they end the run
 
 
 class EpisodeError(Exception):
@@ -998,71 +999,95 @@ def counted(number, noun):
     return f"{number} {noun if number == 1 else plural}"
 
 
-def main(args):
-    """Runs the episodes of stdin's tasks, writes each as it ends, and prints a summary.
+class Collector:
+    """Runs jobs, (record, sample), at most --concurrency at once, and writes episodes as they end.
 
-    A failed episode is not written, so that --resume runs it again. The 16th in a row, not counting
-    EpisodeErrors, ends the run: no new episode starts, and the running ones finish first.
+    A failed episode is not written, so that --resume runs it again. MOST_FAILURES in a row, not
+    counting EpisodeErrors, end the run: no new episode starts, and the running ones finish first.
     """
+
+    def __init__(self, runner, jobs, asked, emit):
+        """asked: see asked_fields. emit: writes a record."""
+        self.runner, self.totals, self.emit, self.asked = runner, runner.totals, emit, asked
+        self.jobs, self.n_jobs = deque(jobs), len(jobs)
+        self.error = None  # the one that ends the run
+
+    async def run(self):
+        """Runs the jobs; sets `error` if one of them has ended the run early."""
+        args = self.runner.args
+        await self.runner.load()
+        print_warnings()
+        self.bar = progress(f"episodes of {args.agent or args.model}", total=self.n_jobs,
+                            estimates=False)
+        await asyncio.gather(*(self.worker() for _ in range(args.concurrency)))
+
+    async def worker(self):
+        """Runs jobs sequentially until none is left."""
+        while self.jobs and not self.error:
+            record, sample = self.jobs.popleft()
+            start = time.monotonic()
+            try:
+                fields = await self.new_fields(record, sample)
+            except BaseException as e:  # also SystemExit
+                self.count_failure(e, f"task {record['task']['id']}, sample {sample} failed")
+            else:
+                meta = {**record.get("meta", {}), **fields["meta"]}
+                self.emit({**record, **fields, "meta": meta})
+                self.count_episode(time.monotonic() - start)
+
+    async def new_fields(self, record, sample):
+        """Returns the fields that a job adds to its record."""
+        if "dialogue_history" in record:
+            return await self.runner.add_candidates(record, sample)
+        fields = await self.runner.run_episode(record["task"], sample)
+        fields["meta"] = {**fields["meta"], **self.asked}
+        self.asked.pop("asked", None)  # only the first record has the list, as it may be long
+        return fields
+
+    def count_episode(self, seconds):
+        """Counts an episode that took this long, and advances the progress bar."""
+        self.totals.update(episodes=1, seconds=seconds)
+        self.totals["in_a_row"] = 0
+        left = time_left(self.totals, self.n_jobs, self.runner.args.concurrency)
+        self.bar.set_postfix_str(f"{left} left", refresh=False)
+        self.bar.update()
+
+    def count_failure(self, e, what):
+        """Counts a failed job, and prints why unless this ends the run."""
+        is_expected = isinstance(e, EpisodeError)
+        self.totals.update(failed=1, in_a_row=not is_expected)
+        if not isinstance(e, Exception) or exhausted_memory(e):
+            self.error = self.error or e
+            return
+        show_traceback(e)
+        message = f"{what}: {e}" if is_expected else f"{what}: {type(e).__name__}: {e}"
+        if max(self.totals["in_a_row"], self.totals["human_in_a_row"]) >= MOST_FAILURES:
+            self.error = self.error or SystemExit(
+                f"error: {inline(message)}; it is the {MOST_FAILURES}th failure in a row; rerun "
+                "with --resume FILE to continue")
+        elif self.totals["failed"] <= MOST_FAILURES:
+            say(message)
+
+
+def main(args):
+    """Runs the episodes of stdin's tasks, writes each as it ends, and prints a summary."""
     emit, runner = open_stdout(), EpisodeRunner(args)
     done, tasks = {}, {}
     if args.resume:
         locked, done, runner.resumed = finished_episodes(args.resume, tasks)  # locked until the end
         runner.check_resumed()
-    all_jobs = [*read_jobs(args, done, tasks)]  # an invalid line fails here, before models load
-    jobs = deque(job for job in all_jobs if (job[0]["task"]["id"], job[1]) not in done)
-    asked = asked_fields(all_jobs)
-    totals, errors, n_jobs = runner.totals, [], len(jobs)
-
-    async def worker(bar):
-        while jobs and not errors:
-            record, sample = jobs.popleft()
-            start = time.monotonic()
-            try:
-                if "dialogue_history" in record:
-                    fields = await runner.add_candidates(record, sample)
-                else:
-                    fields = await runner.run_episode(record["task"], sample)
-                    fields["meta"] = {**fields["meta"], **asked}
-                    asked.pop("asked", None)  # as it may be long, only the first record has it
-            except BaseException as e:  # also SystemExit
-                expected = isinstance(e, EpisodeError)
-                why = str(e) if expected else f"{type(e).__name__}: {e}"
-                message = f"task {record['task']['id']}, sample {sample} failed: {why}"
-                totals.update(failed=1, in_a_row=not expected)
-                if not isinstance(e, Exception) or exhausted_memory(e):
-                    errors.append(e)
-                    continue
-                show_traceback(e)
-                if 16 in (totals["in_a_row"], totals["human_in_a_row"]):
-                    errors.append(SystemExit(f"error: {inline(message)}; it is the 16th failure in "
-                                             "a row; rerun with --resume FILE to continue"))
-                elif totals["failed"] <= 16:
-                    say(message)
-                continue
-            emit({**record, **fields, "meta": {**record.get("meta", {}), **fields["meta"]}})
-            totals["episodes"] += 1
-            totals["seconds"] += time.monotonic() - start
-            totals["in_a_row"] = 0
-            left = time_left(totals, bar.total, args.concurrency)
-            bar.set_postfix_str(f"{left} left", refresh=False)
-            bar.update()
-
-    async def run_jobs():
-        await runner.load()
-        print_warnings()
-        bar = progress(f"episodes of {args.agent or args.model}", total=n_jobs, estimates=False)
-        await asyncio.gather(*(worker(bar) for _ in range(args.concurrency)))
-
+    asked_jobs = [*read_jobs(args, done, tasks)]  # an invalid line fails here, before models load
+    jobs = [(record, n) for record, n in asked_jobs if (record["task"]["id"], n) not in done]
+    collector = Collector(runner, jobs, asked_fields(asked_jobs), emit)
     if jobs:
         print_plan(args, jobs)
-        asyncio.run(run_jobs())
+        asyncio.run(collector.run())
     print_warnings()
     print_summary(args, runner, len(done))
-    if errors:
-        raise errors[0]
-    if totals["failed"]:
-        fail(f"{totals['failed']} episodes failed and were not written; --resume FILE reruns them")
+    if collector.error:
+        raise collector.error
+    if n_failed := runner.totals["failed"]:
+        fail(f"{n_failed} episodes failed and were not written; --resume FILE reruns them")
 
 
 if __name__ == "__main__":
