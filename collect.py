@@ -48,9 +48,6 @@ from colbench import (ANSWER, ENVIRONMENTS, OUTPUT, RECORD, RENDER_FAILED_REPLY,
 # what some flags need, see utils.flag
 SAMPLED, LOCAL = "with a model as the agent", "without --engine or --agent"
 SERVERS = "with a server as --engine, --agent or --human"
-# flags for the model that --agent replaces
-MODEL_FLAGS = """model thinking candidates candidates_share best_of critic logprob_weight engine
-max_batch_tokens dtype""".split()
 
 
 def get_args(argv=None):
@@ -74,6 +71,14 @@ def get_args(argv=None):
     flag(g, "human_params", "{}", "the LLM's request parameters, besides temperature 0 and "
          'max_tokens 1024; null removes one, "model" chooses one of several', metavar="JSON",
          only="with an LLM as --human")
+    add_sampling_flags(p)
+    add_engine_flags(p)
+    args = p.parse_args(argv)
+    check_args(p, args)
+    return args
+
+
+def add_sampling_flags(p):
     g = p.add_argument_group("sampling")
     flag(g, "temperature", 1.0, "0: greedy", only=SAMPLED)
     flag(g, "top_p", 1.0, "nucleus sampling: total probability to keep", least=1e-6, most=1,
@@ -93,6 +98,9 @@ def get_args(argv=None):
          only="without --agent")
     flag(g, "logprob_weight", 0.0, "send the message of the highest advantage + this * log-prob",
          only="with --best_of")
+
+
+def add_engine_flags(p):
     g = p.add_argument_group("engine")
     flag(g, "engine", None, "http://host:port/v1 of a vLLM server (--logprobs-mode "
          "processed_logprobs), many times as fast on a GPU; default: transformers", metavar="URL",
@@ -104,13 +112,13 @@ def get_args(argv=None):
     flag(g, "timeout", 1800.0, "seconds after which a request is retried", only=SERVERS)
     flag(g, "retries", 8, "how often to retry a failed request; 8 retries take about a minute",
          only=SERVERS)
-    args = p.parse_args(argv)
-    check_args(p, args)
-    return args
 
 
 def check_args(p, args):
-    """Parses the JSON flags, exits if flags do not fit together, and sets unused ones to None."""
+    """Parses the JSON flags, and exits if flags do not fit together.
+
+    Sets the flags of the model or server that is not there to None, for the episodes' `meta`.
+    """
     for name in ("human_params", "agent_params"):
         with fail_on_error(f"--{name} is not a JSON object", parses=True):
             setattr(args, name, dict(parse_json(getattr(args, name))))
@@ -131,8 +139,10 @@ def check_args(p, args):
         fail("--temperature 0 makes all --candidates and --best_of of a turn the same message")
     if not args.temperature and args.k > 1:
         say("warning: with --temperature 0 only the human can make the episodes of a task differ")
-    for name in MODEL_FLAGS if args.agent else ():
-        setattr(args, name, None)
+    if args.agent:
+        args.model = args.thinking = args.engine = args.max_batch_tokens = args.dtype = None
+        args.candidates = args.candidates_share = None
+        args.best_of = args.critic = args.logprob_weight = None
     if not samples:
         args.temperature = args.top_p = args.max_tokens = args.agent_params = None
 
