@@ -205,15 +205,113 @@ class EpisodeRunner:
         self.args, self.act, self.critic, self.totals = args, None, None, Counter()
         self.servers = {}  # {"agent" or "human": Endpoint}
         self.resumed = []  # the settings of the episodes in the --resume file
-        self.meta = {name: x for name, x in vars(args).items() if name not in NOT_IN_META} | {
-            "version": version(), "agent": fingerprint(args.agent),
-            "human": fingerprint(args.human), "critic": fingerprint(args.critic),
-            "n_candidates": args.candidates,
-            "prompts": digest([(ANSWER, OUTPUT, kind.agent_prompt, kind.human_prompt)
-                               for kind in ENVIRONMENTS.values()])}
-        if args.agent:
-            self.opening = ""  # no message continues a thought
-            return
+        self.meta = run_meta(args)
+        self.opening = ""  # see model.opened_thought
+        if not args.agent:
+            self.load_tokenizer()
+
+    async def run_episode(self, task, sample):
+        """Runs one episode; returns the new fields of its record."""
+        episode = Episode(task, self.args.max_turns, self.opening)
+        while not episode.ended:
+            key = self.args.seed, task_id(task), sample, episode.turn
+            try:
+                message = await self.next_message(task, episode.history, key)
+            except ContextFull:
+                if episode.turn == 0:
+                    raise
+                episode.abandon()
+                break
+            episode.act(message)
+            if not episode.ended:
+                episode.reply(await self.human_reply(task, episode.history))
+        return {"sample": sample, **episode.fields(), "meta": self.meta}
+
+    async def next_message(self, task, history, key):
+        """Returns the agent's next message, without content. key: (seed, task id, sample, turn)."""
+        if self.act:
+            message = checked_message(await call_user_function(self.act, task, history))
+            self.totals.update(actions=1, truncated=bool(message.get("cut")))
+            return message
+        actions, candidates = await self.sample_turn(history, key, self.args.best_of)
+        best = actions[0]
+        if self.critic:
+            best = await self.best_action(task, history, actions)
+        return {**best, **candidates}
+
+    async def best_action(self, task, history, actions):
+        """Returns the action with the highest advantage + --logprob_weight * log-prob."""
+        scores = await call_user_function(self.critic, task, history, actions)
+        if len(scores) != len(actions) or not all(map(math.isfinite, scores)):
+            raise EpisodeError(f"a critic must give {len(actions)} finite scores, not {scores}")
+        values = [score + self.args.logprob_weight * sum(action["logprobs"])
+                  for score, action in zip(scores, actions)]
+        return actions[values.index(max(values))]
+
+    async def sample_turn(self, history, key, n_actions):
+        """Samples the agent's next message; returns (actions, {"candidates": actions} or {})."""
+        keys = [(*key, j) for j in range(n_actions)]
+        if rng("share", *key[:3]).random() < self.args.candidates_share:  # for a whole episode
+            keys += [(*key, "candidate", j) for j in range(self.args.candidates)]
+        if not keys:
+            return [], {}
+        with fail_on_error("--model's chat template rejects the agent's prompt"):
+            prompt = render(self.tokenizer, history, self.args.thinking)
+        max_new = min(self.args.max_tokens, self.max_context - len(prompt))
+        if max_new <= 0:
+            raise ContextFull(f"the context is full: {len(prompt)} of {self.max_context} tokens")
+        sampled = await self.engine(prompt, keys, max_new)
+        actions = [self.as_action(ids, logprobs) for ids, logprobs in sampled]
+        candidates = actions[n_actions:]
+        for candidate in candidates:  # only the sum, to save space
+            candidate["logprob"] = round(sum(candidate.pop("logprobs")), 6)
+        return actions[:n_actions], {"candidates": candidates} if candidates else {}
+
+    def as_action(self, ids, logprobs):
+        """Returns a sampled message, of these tokens, as an action; raises EpisodeError."""
+        finite = all(x is not None and abs(x) < 1000 for x in logprobs)  # vLLM's -inf is -9999
+        if not finite or len(logprobs) != len(ids):
+            raise EpisodeError("log-probs are missing, NaN or infinite; check the weights")
+        if max(ids) >= len(self.tokenizer):
+            raise EpisodeError(f"token {max(ids)} is not in --model's vocabulary; does --engine "
+                               "serve another model?")
+        text = self.tokenizer.decode(ids, skip_special_tokens=True)
+        action = {"output": text, "token_ids": ids, "logprobs": [round(x, 6) for x in logprobs]}
+        if ids[-1] not in self.stop:
+            action["cut"] = True
+        self.totals.update(actions=1, truncated="cut" in action)
+        return action
+
+    async def human_reply(self, task, history):
+        """Returns the human's reply to the last message."""
+        self.totals["asked"] += 1
+        try:
+            reply = await call_user_function(self.reply, task, history)
+        except Exception as e:  # counted apart: episodes that end without asking reset in_a_row
+            self.totals["human_in_a_row"] += not isinstance(e, EpisodeError)
+            raise
+        self.totals["human_in_a_row"] = 0
+        if not isinstance(reply, str):
+            raise EpisodeError(f"the human's reply is not a string: {reply!r}")
+        self.totals["replies"] += 1
+        return reply
+
+    async def add_candidates(self, record, sample):
+        """Samples candidates for a dialogue's messages; returns the new fields of its record."""
+        key = self.args.seed, task_id(record["task"]), sample
+        for turn, (history, actions) in enumerate(turn_actions(record)):
+            message = actions[0]
+            message.pop("candidates", None)  # of an earlier run, perhaps of another model
+            _, candidates = await self.sample_turn(history, (*key, turn), 0)
+            message |= candidates
+        meta = {"thinking": self.args.thinking, "candidates": self.meta}  # merged into the old meta
+        return {"sample": sample, "answered": answered(record), "meta": meta}
+
+    # loading
+
+    def load_tokenizer(self):
+        """Loads the tokenizer of --model, and reads what the episodes need of its configuration."""
+        args = self.args
         folder, self.tokenizer, config = find_model(args.model)
         config = config.get_text_config()
         self.max_context = getattr(config, "max_position_embeddings", None) or math.inf
@@ -269,95 +367,15 @@ class EpisodeRunner:
                     fail(f"--resume {self.args.resume} holds episodes with {name} {old[name]}, not "
                          f"{new}; use the same flags, files and weights, or another file")
 
-    async def run_episode(self, task, sample):
-        """Runs one episode; returns the new fields of its record."""
-        episode = Episode(task, self.args.max_turns, self.opening)
-        while not episode.ended:
-            key = self.args.seed, task_id(task), sample, episode.turn
-            try:
-                message = await self.next_message(task, episode.history, key)
-            except ContextFull:
-                if episode.turn == 0:
-                    raise
-                episode.abandon()
-                break
-            episode.act(message)
-            if not episode.ended:
-                episode.reply(await self.human_reply(task, episode.history))
-        return {"sample": sample, **episode.fields(), "meta": self.meta}
 
-    async def add_candidates(self, record, sample):
-        """Samples candidates for a dialogue's messages; returns the new fields of its record."""
-        key = self.args.seed, task_id(record["task"]), sample
-        for turn, (history, (message, *_)) in enumerate(turn_actions(record)):
-            message.pop("candidates", None)  # of an earlier run, perhaps of another model
-            _, candidates = await self.sample_turn(history, (*key, turn), 0)
-            message |= candidates
-        meta = {"thinking": self.args.thinking, "candidates": self.meta}  # merged into the old meta
-        return {"sample": sample, "answered": answered(record), "meta": meta}
-
-    async def next_message(self, task, history, key):
-        """Returns the agent's next message, without content. key: (seed, task id, sample, turn)."""
-        if self.act:
-            message = checked_message(await call_user_function(self.act, task, history))
-            self.totals.update(actions=1, truncated=bool(message.get("cut")))
-            return message
-        actions, candidates = await self.sample_turn(history, key, self.args.best_of)
-        best = actions[0]
-        if self.critic:
-            scores = await call_user_function(self.critic, task, history, actions)
-            if len(scores) != len(actions) or not all(map(math.isfinite, scores)):
-                raise EpisodeError(f"a critic must give {len(actions)} finite scores, not {scores}")
-            values = [score + self.args.logprob_weight * sum(action["logprobs"])
-                      for score, action in zip(scores, actions)]
-            best = actions[values.index(max(values))]
-        return {**best, **candidates}
-
-    async def sample_turn(self, history, key, n_actions):
-        """Samples the agent's next message; returns (actions, {"candidates": actions} or {})."""
-        keys = [(*key, j) for j in range(n_actions)]
-        if rng("share", *key[:3]).random() < self.args.candidates_share:  # for a whole episode
-            keys += [(*key, "candidate", j) for j in range(self.args.candidates)]
-        if not keys:
-            return [], {}
-        with fail_on_error("--model's chat template rejects the agent's prompt"):
-            prompt = render(self.tokenizer, history, self.args.thinking)
-        max_new = min(self.args.max_tokens, self.max_context - len(prompt))
-        if max_new <= 0:
-            raise ContextFull(f"the context is full: {len(prompt)} of {self.max_context} tokens")
-        outputs = await self.engine(prompt, keys, max_new)
-        texts = self.tokenizer.batch_decode([ids for ids, _ in outputs], skip_special_tokens=True)
-        actions = []
-        for text, (ids, logprobs) in zip(texts, outputs):
-            finite = all(x is not None and abs(x) < 1000 for x in logprobs)  # vLLM's -inf is -9999
-            if not finite or len(logprobs) != len(ids):
-                raise EpisodeError("log-probs are missing, NaN or infinite; check the weights")
-            if max(ids) >= len(self.tokenizer):
-                raise EpisodeError(f"token {max(ids)} is not in --model's vocabulary; does "
-                                   "--engine serve another model?")
-            action = {"output": text, "token_ids": ids, "logprobs": [round(x, 6) for x in logprobs]}
-            if ids[-1] not in self.stop:
-                action["cut"] = True
-            self.totals.update(actions=1, truncated="cut" in action)
-            actions.append(action)
-        candidates = actions[n_actions:]
-        for candidate in candidates:  # only the sum, to save space
-            candidate["logprob"] = round(sum(candidate.pop("logprobs")), 6)
-        return actions[:n_actions], {"candidates": candidates} if candidates else {}
-
-    async def human_reply(self, task, history):
-        """Returns the human's reply to the last message."""
-        self.totals["asked"] += 1
-        try:
-            reply = await call_user_function(self.reply, task, history)
-        except Exception as e:  # counted apart: episodes that end without asking reset in_a_row
-            self.totals["human_in_a_row"] += not isinstance(e, EpisodeError)
-            raise
-        self.totals["human_in_a_row"] = 0
-        if not isinstance(reply, str):
-            raise EpisodeError(f"the human's reply is not a string: {reply!r}")
-        self.totals["replies"] += 1
-        return reply
+def run_meta(args):
+    """Returns what determines episodes: flags, files by their hashes, and the kinds' prompts."""
+    meta = {name: value for name, value in vars(args).items() if name not in NOT_IN_META}
+    prompts = [(ANSWER, OUTPUT, kind.agent_prompt, kind.human_prompt)
+               for kind in ENVIRONMENTS.values()]
+    return meta | {"version": version(), "agent": fingerprint(args.agent),
+                   "human": fingerprint(args.human), "critic": fingerprint(args.critic),
+                   "n_candidates": args.candidates, "prompts": digest(prompts)}
 
 
 def fingerprint(who):
@@ -447,7 +465,7 @@ def checked_message(returned):
 class Endpoint:
     """A client of an OpenAI-compatible server, which counts replies and tokens in `usage`."""
     KEYS = ["OPENAI_API_KEY"]  # environment variables; the first that is set has the API key
-    HINT = CHOOSE = ""  # what to do if the server rejects a request, or serves several models
+    role = None  # "agent" or "human", whose requests have the parameters --agent_params, ...
     has_answered = False
 
     def __init__(self, url, args, body):
@@ -478,7 +496,11 @@ class Endpoint:
             fail(f"{self.url} does not list its models ({advice}): {error_text(e)}")
         name = [*served][0] if len(served) == 1 else self.body.get("model")
         if name not in served:
-            fail(f"{self.url} serves {', '.join(served) or 'no model'}, not {name}{self.CHOOSE}")
+            advice = ""
+            if self.role:
+                advice = (f"; choose the {self.role}'s by --{self.role}_params "
+                          """'{"model": "NAME"}'""")
+            fail(f"{self.url} serves {', '.join(served) or 'no model'}, not {name}{advice}")
         self.body["model"], self.max_context = name, served[name] or math.inf
 
     async def request(self, path, parse, **body):
@@ -486,7 +508,6 @@ class Endpoint:
 
         EpisodeError: the server rejects this request, but has answered others; else OSError.
         """
-        rejected = True
         try:
             reply = await self.client.post(path, cast_to=object, body={**self.body, **body})
             self.usage.update(replies=1, **reported_tokens(reply))
@@ -494,12 +515,16 @@ class Endpoint:
             self.has_answered = True
             return result
         except (LookupError, TypeError, AttributeError):
-            error = "the reply is not that of an OpenAI-compatible server"
+            rejected, error = True, "the reply is not that of an OpenAI-compatible server"
         except Exception as e:
-            invalid = getattr(e, "status_code", None) in (400, 413, 422)
-            rejected = invalid or isinstance(e, ValueError)
-            error = error_text(e) + (self.HINT if invalid else "")
-        raise (EpisodeError if rejected and self.has_answered else OSError)(f"{self.url}: {error}")
+            is_invalid = getattr(e, "status_code", None) in (400, 413, 422)
+            rejected, error = is_invalid or isinstance(e, ValueError), error_text(e)
+            if is_invalid and self.role:
+                error += (f""" (--{self.role}_params '{{"NAME": VALUE}}' sets a parameter of """
+                          "requests; null removes it)")
+        if rejected and self.has_answered:
+            raise EpisodeError(f"{self.url}: {error}")
+        raise OSError(f"{self.url}: {error}")
 
 
 def error_text(e):
@@ -526,16 +551,14 @@ def reported_tokens(reply):
 
 
 class ChatModel(Endpoint):
-    """A chat model as the agent or the human, `role`."""
+    """A chat model as the agent or the human."""
 
     def __init__(self, role, args, **params):
-        """params: of its requests, unless --agent_params or --human_params says otherwise."""
+        """params: of its requests; --agent_params or --human_params replaces or removes them."""
         params |= getattr(args, f"{role}_params")
         body = {name: value for name, value in params.items() if value is not None}
         super().__init__(getattr(args, role), args, body)
-        flag = f"--{role}_params"
-        self.HINT = f""" ({flag} '{{"NAME": VALUE}}' sets a parameter of requests; null removes it)"""
-        self.CHOOSE = f"""; choose the {role}'s by {flag} '{{"model": "NAME"}}'"""
+        self.role = role
 
     async def model_name(self):
         """Returns the model's name, from the server unless the parameters have it."""
@@ -784,35 +807,46 @@ class TransformersEngine(Batcher):
     def compute(self, new):
         """Starts the new requests, then samples a token per action until a request is complete."""
         if new:
-            different = dict.fromkeys(request.prompt for request in new)  # P prompts
-            prompts = dict(zip(different, itertools.count()))  # {prompt: row}
-            padded = pad_sequence([*map(torch.tensor, prompts)], True, -1, "left").to(DEVICE)
-            mask, cache = (padded >= 0).long(), DynamicCache()  # (P, L)
-            positions = (mask.cumsum(1) - 1).clamp(0)  # (P, L)
-            logits = self.lm(input_ids=padded.clamp(0), attention_mask=mask, logits_to_keep=1,
-                             position_ids=positions, **{self.cache_name: cache}).logits[:, 0]
-            actions = [action for request in new for action in request.actions]
-            prompt_of = [prompts[request.prompt] for request in new for _ in request.actions]
-            cache.batch_select_indices(prompt_of)
-            mask = mask[prompt_of]
-            if self.actions:  # join the rows that are running
-                mask = join(self.mask[..., None], mask[..., None])[..., 0]
-                for layer, old in zip(cache.layers, self.cache.layers):
-                    layer.keys = join(old.keys, layer.keys)
-                    layer.values = join(old.values, layer.values)
-            self.actions, self.mask, self.cache = self.actions + actions, mask, cache
-            self.append_tokens(logits, prompt_of, actions)
-        while not (ended := [r for r in self.running if all(a.ended for a in r.actions)]):
-            ids = torch.tensor([[action.ids[-1]] for action in self.actions], device=DEVICE)
-            is_live = torch.tensor([[not a.ended] for a in self.actions], device=DEVICE)
-            self.mask = pad(self.mask, (0, 1), value=1)  # (R, W)
-            # position 0 for ended rows, because their own may exceed the model's maximum
-            positions = (self.mask.sum(1, True) - 1) * is_live  # (R, 1)
-            logits = self.lm(input_ids=ids, attention_mask=self.mask, position_ids=positions,
-                             **{self.cache_name: self.cache}).logits[:, 0]  # (R, V)
-            self.append_tokens(logits, range(len(ids)), self.actions)
+            self.read_prompts(new)
+        ended = []
+        while not ended:
+            ended = [r for r in self.running if all(action.ended for action in r.actions)]
+            if not ended:
+                self.read_last_tokens()
         for request in ended:
             request.result = [(action.ids, action.logps) for action in request.actions]
+
+    def read_prompts(self, new):
+        """Adds the new requests' rows to the batch, and samples their first tokens."""
+        different = dict.fromkeys(request.prompt for request in new)  # P prompts
+        prompts = dict(zip(different, itertools.count()))  # {prompt: row}
+        padded = pad_sequence([*map(torch.tensor, prompts)], True, -1, "left").to(DEVICE)
+        mask, cache = (padded >= 0).long(), DynamicCache()  # (P, L)
+        positions = (mask.cumsum(1) - 1).clamp(0)  # (P, L)
+        logits = self.lm(input_ids=padded.clamp(0), attention_mask=mask, logits_to_keep=1,
+                         position_ids=positions, **{self.cache_name: cache}).logits[:, 0]
+        actions = [action for request in new for action in request.actions]
+        prompt_of = [prompts[request.prompt] for request in new for _ in request.actions]
+        cache.batch_select_indices(prompt_of)
+        mask = mask[prompt_of]
+        if self.actions:  # join the rows that are running
+            mask = join(self.mask[..., None], mask[..., None])[..., 0]
+            for layer, old in zip(cache.layers, self.cache.layers):
+                layer.keys = join(old.keys, layer.keys)
+                layer.values = join(old.values, layer.values)
+        self.actions, self.mask, self.cache = self.actions + actions, mask, cache
+        self.append_tokens(logits, prompt_of, actions)
+
+    def read_last_tokens(self):
+        """Reads the last token of each row, and samples the next one."""
+        ids = torch.tensor([[action.ids[-1]] for action in self.actions], device=DEVICE)
+        is_live = torch.tensor([[not a.ended] for a in self.actions], device=DEVICE)
+        self.mask = pad(self.mask, (0, 1), value=1)  # (R, W)
+        # position 0 for ended rows, because their own may exceed the model's maximum
+        positions = (self.mask.sum(1, True) - 1) * is_live  # (R, 1)
+        logits = self.lm(input_ids=ids, attention_mask=self.mask, position_ids=positions,
+                         **{self.cache_name: self.cache}).logits[:, 0]  # (R, V)
+        self.append_tokens(logits, range(len(ids)), self.actions)
 
     def append_tokens(self, logits, rows, actions):
         """Samples the next token of each action, from its row of logits, if it has not ended.
