@@ -9,6 +9,10 @@
 human.py defines reply(task, history), which returns the human's next message. An episode is written
 as soon as it ends. A record that already has a dialogue gets candidates for its agent's messages.
 
+The method is EpisodeRunner: run_episode, and sample_turn with its candidates. Behind it come the
+models in this process (batches, the critic, sampling with transformers), clients of servers, files
+with functions of the user, what --resume compares, and the queue of episodes with its messages.
+
 Left out on purpose: lock-step rollouts, where episodes wait for the slowest human; rewards, which
 the next stage adds; and paged attention and several GPUs, for which --engine takes a vLLM server.
 """
@@ -168,15 +172,9 @@ from model import (MODEL_FILES, critic_turns, find_model, finished_flags, load, 
 from train_critic import advantage
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-# flags that are left out of meta, because they change no episode; `candidates` is written as
-# n_candidates. --resume compares colbench.settings(meta)
-NOT_IN_META = "given candidates k concurrency resume max_batch_tokens timeout retries".split()
-COMPUTE_THREAD = ThreadPoolExecutor(1)  # runs all models, so that they don't block the event loop
-HUMAN_THREADS = ThreadPoolExecutor(256)  # run the functions of users that are in WAITING
-WAITING = set()  # see call_user_function
-TREE_TOKENS = 16384  # most tokens per forward of the critic
-MOST_FAILURES = 16  # in a row; they end the run
 
+
+# --- an episode -----------------------------------------------------------------------------------
 
 class EpisodeError(Exception):
     """Fails one episode; the others continue. (fail() ends the whole run.)"""
@@ -185,8 +183,6 @@ class EpisodeError(Exception):
 class ContextFull(EpisodeError):
     """The dialogue leaves no room in the model's context for another message."""
 
-
-# --- an episode -----------------------------------------------------------------------------------
 
 class EpisodeRunner:
     """Runs episodes. Holds these callables, of which all but the first may be async:
@@ -234,10 +230,12 @@ class EpisodeRunner:
             self.totals.update(actions=1, truncated=bool(message.get("cut")))
             return message
         actions, candidates = await self.sample_turn(history, key, self.args.best_of)
-        best = actions[0]
+        message = actions[0]
         if self.critic:
-            best = await self.best_action(task, history, actions)
-        return {**best, **candidates}
+            message = await self.best_action(task, history, actions)
+        if candidates:
+            message["candidates"] = candidates
+        return message
 
     async def best_action(self, task, history, actions):
         """Returns the action with the highest advantage + --logprob_weight * log-prob."""
@@ -249,12 +247,12 @@ class EpisodeRunner:
         return actions[values.index(max(values))]
 
     async def sample_turn(self, history, key, n_actions):
-        """Samples the agent's next message; returns (actions, {"candidates": actions} or {})."""
+        """Samples messages; returns (n_actions of them as actions, the turn's candidates)."""
         keys = [(*key, j) for j in range(n_actions)]
         if rng("share", *key[:3]).random() < self.args.candidates_share:  # for a whole episode
             keys += [(*key, "candidate", j) for j in range(self.args.candidates)]
         if not keys:
-            return [], {}
+            return [], []
         with fail_on_error("--model's chat template rejects the agent's prompt"):
             prompt = render(self.tokenizer, history, self.args.thinking)
         max_new = min(self.args.max_tokens, self.max_context - len(prompt))
@@ -265,7 +263,7 @@ class EpisodeRunner:
         candidates = actions[n_actions:]
         for candidate in candidates:  # only the sum, to save space
             candidate["logprob"] = round(sum(candidate.pop("logprobs")), 6)
-        return actions[:n_actions], {"candidates": candidates} if candidates else {}
+        return actions[:n_actions], candidates
 
     def as_action(self, ids, logprobs):
         """Returns a sampled message, of these tokens, as an action; raises EpisodeError."""
@@ -303,7 +301,8 @@ class EpisodeRunner:
             message = actions[0]
             message.pop("candidates", None)  # of an earlier run, perhaps of another model
             _, candidates = await self.sample_turn(history, (*key, turn), 0)
-            message |= candidates
+            if candidates:
+                message["candidates"] = candidates
         meta = {"thinking": self.args.thinking, "candidates": self.meta}  # merged into the old meta
         return {"sample": sample, "answered": answered(record), "meta": meta}
 
@@ -368,326 +367,11 @@ class EpisodeRunner:
                          f"{new}; use the same flags, files and weights, or another file")
 
 
-def run_meta(args):
-    """Returns what determines episodes: flags, files by their hashes, and the kinds' prompts."""
-    meta = {name: value for name, value in vars(args).items() if name not in NOT_IN_META}
-    prompts = [(ANSWER, OUTPUT, kind.agent_prompt, kind.human_prompt)
-               for kind in ENVIRONMENTS.values()]
-    return meta | {"version": version(), "agent": fingerprint(args.agent),
-                   "human": fingerprint(args.human), "critic": fingerprint(args.critic),
-                   "n_candidates": args.candidates, "prompts": digest(prompts)}
-
-
-def fingerprint(who):
-    """Returns a file's or folder's name with a hash of its content; any other `who` unchanged."""
-    if not who or not os.path.exists(who):
-        return who
-    with fail_on_error(who):
-        content = weights_digest(who) if os.path.isdir(who) else digest(Path(who).read_bytes())
-    return f"{Path(who).name} {content}"
-
-
-def load_function(file, name):
-    """Returns the function `name` that a Python file defines; it may be async."""
-    sys.path.append(os.path.dirname(os.path.abspath(file)))  # so that it can import its neighbours
-    with fail_on_error(file):
-        check_imports(file)
-        namespace = runpy.run_path(file)
-    return namespace.get(name) or fail(f"{file} defines no {name}()")
-
-
-def check_imports(file):
-    """Raises ValueError if a Python file would import another module instead of its neighbour.
-
-    For example, `import utils` finds our utils.py, which is loaded already. The neighbours that the
-    file imports are checked, too.
-    """
-    folder, files = Path(file).parent, [Path(file)]
-    for importing in files:  # it grows in the loop
-        for name in imported_names(importing):
-            for neighbour in (folder / f"{name}.py", folder / name / "__init__.py"):
-                if neighbour in files or not neighbour.exists():
-                    continue
-                found = importlib.util.find_spec(name).origin or "another folder"
-                if not os.path.exists(found) or not filecmp.cmp(found, neighbour, shallow=False):
-                    raise ValueError(f"`import {name}` in {importing} would find {found}, not "
-                                     f"{neighbour}; rename the latter")
-                if os.path.samefile(found, neighbour):  # else it is a copy of one of our scripts
-                    files.append(neighbour)
-
-
-def imported_names(file):
-    """Returns the top-level names of the modules that a Python file imports, anywhere in it."""
-    names = []
-    for node in ast.walk(ast.parse(file.read_bytes(), str(file))):
-        if isinstance(node, ast.Import):
-            names += [alias.name for alias in node.names]
-        elif isinstance(node, ast.ImportFrom) and not node.level:  # not "from . import"
-            names.append(node.module)
-    return [name.partition(".")[0] for name in names]
-
-
-async def call_user_function(function, *args):
-    """Calls the agent, human or critic, which may be async, with copies, which it may change.
-
-    A function that is not async runs in the event loop, because this keeps batches full and
-    reproducible, until a call has waited, such as for a server. From then on it runs in threads, so
-    that the other episodes continue.
-    """
-    args = private_copy(args)
-    if function in WAITING:
-        loop = asyncio.get_running_loop()
-        result = await loop.run_in_executor(HUMAN_THREADS, function, *args)
-    else:
-        start, cpu_start = time.monotonic(), time.thread_time()
-        result = function(*args)
-        seconds, cpu_seconds = time.monotonic() - start, time.thread_time() - cpu_start
-        if seconds > 0.2 and cpu_seconds < seconds / 10:
-            WAITING.add(function)
-            say(f"{getattr(function, '__name__', function)}() waits ({seconds:.1f} s) and is not "
-                "async: from now on its calls run in threads, many at once")
-    return await result if inspect.isawaitable(result) else result
-
-
-def checked_message(returned):
-    """Returns act()'s text or dict as a dict with `output`; raises an error for anything else."""
-    message = json.loads(json.dumps(returned, allow_nan=False))
-    if isinstance(message, str):
-        return {"output": message}
-    check_shape(message, RECORD["dialogue_history"][0], "act()'s message")
-    if "output" not in message and "content" not in message:
-        raise ValueError("act()'s message has no output")
-    return {"output": message.get("content"), **message}
-
-
-# --- servers --------------------------------------------------------------------------------------
-
-class Endpoint:
-    """A client of an OpenAI-compatible server, which counts replies and tokens in `usage`."""
-    KEYS = ["OPENAI_API_KEY"]  # environment variables; the first that is set has the API key
-    role = None  # "agent" or "human", whose requests have the parameters --agent_params, ...
-    has_answered = False
-
-    def __init__(self, url, args, body):
-        """body: fields that all requests share."""
-        import openai
-        os.environ["no_proxy"] = getproxies().get("no", "") + ",localhost,127.0.0.1,::1"
-        self.url, self.body, self.usage = url, body, Counter()
-        base_url, _, query = url.partition("?")  # Azure's addresses end in ?api-version=...
-        self.key_name = next(filter(os.environ.get, self.KEYS), self.KEYS[0])
-        key = api_key(self.key_name)
-        self.client = openai.AsyncOpenAI(
-            base_url=base_url, default_query=dict(parse_qsl(query)), api_key=key,
-            default_headers={"api-key": key} if query else None, max_retries=args.retries,
-            timeout=openai.Timeout(args.timeout, connect=30),
-            http_client=openai.DefaultAsyncHttpxClient(event_hooks={"response": [take_status]}))
-
-    async def find_served_model(self):
-        """Sets body["model"] and max_context. If several models are served, body must name one."""
-        try:
-            reply = await self.client.with_options(max_retries=0).get("/models", cast_to=object)
-            served = {model["id"]: model.get("max_model_len") for model in reply["data"]}
-        except Exception as e:
-            advice = "does the address end in /v1?"
-            if getattr(e, "status_code", None) in (401, 403):
-                advice = f"check the key in {self.key_name}"
-            elif type(e).__name__ in ("APIConnectionError", "APITimeoutError"):
-                advice = "is the server running, and its address right?"
-            fail(f"{self.url} does not list its models ({advice}): {error_text(e)}")
-        name = [*served][0] if len(served) == 1 else self.body.get("model")
-        if name not in served:
-            advice = ""
-            if self.role:
-                advice = (f"; choose the {self.role}'s by --{self.role}_params "
-                          """'{"model": "NAME"}'""")
-            fail(f"{self.url} serves {', '.join(served) or 'no model'}, not {name}{advice}")
-        self.body["model"], self.max_context = name, served[name] or math.inf
-
-    async def request(self, path, parse, **body):
-        """Posts a request and returns parse(reply), which raises ValueError for an unusable reply.
-
-        EpisodeError: the server rejects this request, but has answered others; else OSError.
-        """
-        try:
-            reply = await self.client.post(path, cast_to=object, body={**self.body, **body})
-            self.usage.update(replies=1, **reported_tokens(reply))
-            result = parse(reply)
-            self.has_answered = True
-            return result
-        except (LookupError, TypeError, AttributeError):
-            rejected, error = True, "the reply is not that of an OpenAI-compatible server"
-        except Exception as e:
-            is_invalid = getattr(e, "status_code", None) in (400, 413, 422)
-            rejected, error = is_invalid or isinstance(e, ValueError), error_text(e)
-            if is_invalid and self.role:
-                error += (f""" (--{self.role}_params '{{"NAME": VALUE}}' sets a parameter of """
-                          "requests; null removes it)")
-        if rejected and self.has_answered:
-            raise EpisodeError(f"{self.url}: {error}")
-        raise OSError(f"{self.url}: {error}")
-
-
-def error_text(e):
-    """Returns the type and text of a request's error: the server's words, or its cause."""
-    response = getattr(e, "response", None)
-    words = response.extensions.get("error", e) if response else str(e.__cause__ or "") or e
-    return f"{type(e).__name__}: {' '.join(str(words).split())[:200]}"
-
-
-async def take_status(response):
-    """Sets a response's status to that of an error in its body (OpenRouter), so that it raises."""
-    if response.status_code == 200 and b'"error"' in await response.aread():
-        with contextlib.suppress(LookupError, ValueError, TypeError, AttributeError):
-            body = response.json()
-            if error := body.get("error") or body["choices"][0].get("error"):
-                response.status_code, response.extensions["error"] = 500, error  # if it has no code
-                response.status_code = max(400, int(error["code"]))
-
-
-def reported_tokens(reply):
-    """Returns {"prompt_tokens", "completion_tokens"} of a reply; {} if its server reports none."""
-    usage = reply.get("usage") or {}
-    return {name: usage[name] for name in ("prompt_tokens", "completion_tokens") if usage.get(name)}
-
-
-class ChatModel(Endpoint):
-    """A chat model as the agent or the human."""
-
-    def __init__(self, role, args, **params):
-        """params: of its requests; --agent_params or --human_params replaces or removes them."""
-        params |= getattr(args, f"{role}_params")
-        body = {name: value for name, value in params.items() if value is not None}
-        super().__init__(getattr(args, role), args, body)
-        self.role = role
-
-    async def model_name(self):
-        """Returns the model's name, from the server unless the parameters have it."""
-        if "model" not in self.body and "?" not in self.url:  # Azure's address names it
-            await self.find_served_model()
-        return self.body.get("model")
-
-
-class ChatAgent(ChatModel):
-    """A chat model as the agent, which reads the roles and contents of the dialogue, no more."""
-    KEYS = ["AGENT_API_KEY", "OPENAI_API_KEY"]
-
-    def __init__(self, args):
-        super().__init__("agent", args, temperature=args.temperature, top_p=args.top_p,
-                         max_tokens=args.max_tokens)
-
-    async def act(self, task, history):
-        messages = [{"role": m["role"], "content": m["content"]} for m in history]
-        return await self.request("/chat/completions", chat_message, messages=messages)
-
-
-class ChatHuman(ChatModel):
-    """A chat model as the human, who reads the hidden information and sees web pages."""
-
-    def __init__(self, args):
-        super().__init__("human", args, temperature=0, max_tokens=1024)
-        self.renderer = None  # created for the first page
-
-    async def reply(self, task, history):
-        content = human_prompt(task, history)
-        if environment(task).shows_pages:
-            self.renderer = self.renderer or Renderer(cpus())
-            try:
-                answer = history[-1]["content"]
-                pages = await asyncio.to_thread(self.renderer.render_pair, task, answer)
-            except RenderError as e:
-                return RENDER_FAILED_REPLY.format(e)
-            content = [{"type": "text", "text": content}]
-            for page in pages:
-                url = "data:image/png;base64," + base64.b64encode(page["png"]).decode()
-                content.append({"type": "image_url", "image_url": {"url": url}})
-        text = await self.request("/chat/completions", reply_text,
-                                  messages=[{"role": "user", "content": content}])
-        text, named, both_sides = own_words(text)
-        self.usage.update(named=named, both_sides=both_sides)
-        redacted = text if environment(task).shows_pages else redact(text, task)
-        self.usage["redacted"] += redacted != text
-        return redacted
-
-
-def chat_message(reply):
-    """Returns the message of a chat completion as a dict with `output`, its text without thoughts.
-
-    A truncated message has `cut`, as a sampled one does. Raises ValueError for an empty one.
-    """
-    choice = reply["choices"][0]
-    content = choice["message"]["content"] or ""
-    if isinstance(content, list):  # of parts
-        content = "".join(part.get("text", "") for part in content)
-    # if the server's prompt has opened a thought, the reply has only the end of it, </think>
-    text = without_thinking("<think>" + content if "</think>" in content else content)
-    if not text:
-        raise ValueError(f"the reply is empty, finish_reason {choice.get('finish_reason')}")
-    message = {"output": text}
-    if is_truncated(choice):
-        message["cut"] = True
-    if tokens := reported_tokens(reply).get("completion_tokens"):
-        message["completion_tokens"] = tokens
-    return message
-
-
-def reply_text(reply):
-    """Returns the text of a chat completion; raises ValueError unless it is whole."""
-    message = chat_message(reply)
-    if "cut" in message:
-        raise ValueError("the reply is truncated: allow more tokens, such as by "
-                         """--human_params '{"max_tokens": 4000}'""")
-    return message["output"]
-
-
-# finish_reasons, in lower case, of OpenAI, TGI, Together, Anthropic, Bedrock, Gemini, Cohere
-COMPLETE = "stop", "eos_token", "eos", "end_turn", "stop_sequence", "complete"
-TRUNCATED = "length", "max_tokens", "model_length", "model_context_window_exceeded"
-
-
-def is_truncated(choice):
-    """Returns whether a chat completion's choice is truncated.
-
-    Raises ValueError if it ended for a reason besides its end and a limit of tokens.
-    """
-    reason = choice.get("finish_reason")
-    if reason is None:
-        add_warning("replies came without a finish_reason, and count as complete",
-                    repr(choice["message"]["content"])[:60])
-        return False
-    if str(reason).lower() not in COMPLETE + TRUNCATED:
-        raise ValueError(f"the reply is incomplete, finish_reason {reason} (COMPLETE in collect.py "
-                         "lists those of complete replies)")
-    return str(reason).lower() in TRUNCATED
-
-
-class VllmEngine(Endpoint):
-    """Samples with a vLLM server. Prompts and messages are sent as token ids.
-
-    vLLM takes one seed per request, and seeds message i with seed + i. In another batch the same
-    seed may give other tokens.
-    """
-    KEYS = ["VLLM_API_KEY"]
-
-    def __init__(self, args, stop):
-        super().__init__(args.engine, args, {
-            "model": args.model, "temperature": args.temperature, "top_p": args.top_p, "top_k": 0,
-            "min_p": 0, "repetition_penalty": 1, "stop_token_ids": sorted(stop),
-            "skip_special_tokens": False, "logprobs": 0, "return_token_ids": True})
-
-    async def __call__(self, prompt, keys, max_new):
-        def parse(reply):
-            choices = reply["choices"]
-            if any(c["finish_reason"] not in ("stop", "length") for c in choices):
-                raise ValueError("a message was aborted; the server is shutting down")
-            if len(choices) != len(keys) or not all(c.get("token_ids") for c in choices):
-                raise ValueError("messages or their token_ids are missing; use vLLM 0.10 or newer")
-            return [(c["token_ids"], c["logprobs"]["token_logprobs"]) for c in choices]
-
-        return await self.request("/completions", parse, prompt=prompt, n=len(keys),
-                                  max_tokens=max_new, seed=rng(*keys[0]).getrandbits(31))
-
-
 # --- models in this process -----------------------------------------------------------------------
+
+COMPUTE_THREAD = ThreadPoolExecutor(1)  # runs all models, so that they don't block the event loop
+TREE_TOKENS = 16384  # most tokens per forward of the critic
+
 
 class Batcher:
     """Batches the requests of many coroutines, and computes them in steps.
@@ -912,7 +596,337 @@ AttentionInterface.register("grouped", grouped_attention)
 AttentionMaskInterface.register("grouped", sdpa_mask)
 
 
-# --- all episodes ---------------------------------------------------------------------------------
+# --- servers --------------------------------------------------------------------------------------
+
+class Endpoint:
+    """A client of an OpenAI-compatible server, which counts replies and tokens in `usage`."""
+    KEYS = ["OPENAI_API_KEY"]  # environment variables; the first that is set has the API key
+    role = None  # "agent" or "human", whose requests have the parameters --agent_params, ...
+    has_answered = False
+
+    def __init__(self, url, args, body):
+        """body: fields that all requests share."""
+        import openai
+        os.environ["no_proxy"] = getproxies().get("no", "") + ",localhost,127.0.0.1,::1"
+        self.url, self.body, self.usage = url, body, Counter()
+        base_url, _, query = url.partition("?")  # Azure's addresses end in ?api-version=...
+        self.key_name = next(filter(os.environ.get, self.KEYS), self.KEYS[0])
+        key = api_key(self.key_name)
+        self.client = openai.AsyncOpenAI(
+            base_url=base_url, default_query=dict(parse_qsl(query)), api_key=key,
+            default_headers={"api-key": key} if query else None, max_retries=args.retries,
+            timeout=openai.Timeout(args.timeout, connect=30),
+            http_client=openai.DefaultAsyncHttpxClient(event_hooks={"response": [take_status]}))
+
+    async def find_served_model(self):
+        """Sets body["model"] and max_context. If several models are served, body must name one."""
+        try:
+            reply = await self.client.with_options(max_retries=0).get("/models", cast_to=object)
+            served = {model["id"]: model.get("max_model_len") for model in reply["data"]}
+        except Exception as e:
+            advice = "does the address end in /v1?"
+            if getattr(e, "status_code", None) in (401, 403):
+                advice = f"check the key in {self.key_name}"
+            elif type(e).__name__ in ("APIConnectionError", "APITimeoutError"):
+                advice = "is the server running, and its address right?"
+            fail(f"{self.url} does not list its models ({advice}): {error_text(e)}")
+        name = [*served][0] if len(served) == 1 else self.body.get("model")
+        if name not in served:
+            advice = ""
+            if self.role:
+                advice = (f"; choose the {self.role}'s by --{self.role}_params "
+                          """'{"model": "NAME"}'""")
+            fail(f"{self.url} serves {', '.join(served) or 'no model'}, not {name}{advice}")
+        self.body["model"], self.max_context = name, served[name] or math.inf
+
+    async def request(self, path, parse, **body):
+        """Posts a request and returns parse(reply), which raises ValueError for an unusable reply.
+
+        EpisodeError: the server rejects this request, but has answered others; else OSError.
+        """
+        try:
+            reply = await self.client.post(path, cast_to=object, body={**self.body, **body})
+            self.usage.update(replies=1, **reported_tokens(reply))
+            result = parse(reply)
+            self.has_answered = True
+            return result
+        except (LookupError, TypeError, AttributeError):
+            rejected, error = True, "the reply is not that of an OpenAI-compatible server"
+        except Exception as e:
+            is_invalid = getattr(e, "status_code", None) in (400, 413, 422)
+            rejected, error = is_invalid or isinstance(e, ValueError), error_text(e)
+            if is_invalid and self.role:
+                error += (f""" (--{self.role}_params '{{"NAME": VALUE}}' sets a parameter of """
+                          "requests; null removes it)")
+        if rejected and self.has_answered:
+            raise EpisodeError(f"{self.url}: {error}")
+        raise OSError(f"{self.url}: {error}")
+
+
+def error_text(e):
+    """Returns the type and text of a request's error: the server's words, or its cause."""
+    response = getattr(e, "response", None)
+    words = response.extensions.get("error", e) if response else str(e.__cause__ or "") or e
+    return f"{type(e).__name__}: {' '.join(str(words).split())[:200]}"
+
+
+async def take_status(response):
+    """Sets a response's status to that of an error in its body (OpenRouter), so that it raises."""
+    if response.status_code == 200 and b'"error"' in await response.aread():
+        with contextlib.suppress(LookupError, ValueError, TypeError, AttributeError):
+            body = response.json()
+            if error := body.get("error") or body["choices"][0].get("error"):
+                response.status_code, response.extensions["error"] = 500, error  # if it has no code
+                response.status_code = max(400, int(error["code"]))
+
+
+def reported_tokens(reply):
+    """Returns {"prompt_tokens", "completion_tokens"} of a reply; {} if its server reports none."""
+    usage = reply.get("usage") or {}
+    return {name: usage[name] for name in ("prompt_tokens", "completion_tokens") if usage.get(name)}
+
+
+class VllmEngine(Endpoint):
+    """Samples with a vLLM server. Prompts and messages are sent as token ids.
+
+    vLLM takes one seed per request, and seeds message i with seed + i. In another batch the same
+    seed may give other tokens.
+    """
+    KEYS = ["VLLM_API_KEY"]
+
+    def __init__(self, args, stop):
+        super().__init__(args.engine, args, {
+            "model": args.model, "temperature": args.temperature, "top_p": args.top_p, "top_k": 0,
+            "min_p": 0, "repetition_penalty": 1, "stop_token_ids": sorted(stop),
+            "skip_special_tokens": False, "logprobs": 0, "return_token_ids": True})
+
+    async def __call__(self, prompt, keys, max_new):
+        def parse(reply):
+            choices = reply["choices"]
+            if any(c["finish_reason"] not in ("stop", "length") for c in choices):
+                raise ValueError("a message was aborted; the server is shutting down")
+            if len(choices) != len(keys) or not all(c.get("token_ids") for c in choices):
+                raise ValueError("messages or their token_ids are missing; use vLLM 0.10 or newer")
+            return [(c["token_ids"], c["logprobs"]["token_logprobs"]) for c in choices]
+
+        return await self.request("/completions", parse, prompt=prompt, n=len(keys),
+                                  max_tokens=max_new, seed=rng(*keys[0]).getrandbits(31))
+
+
+class ChatModel(Endpoint):
+    """A chat model as the agent or the human."""
+
+    def __init__(self, role, args, **params):
+        """params: of its requests; --agent_params or --human_params replaces or removes them."""
+        params |= getattr(args, f"{role}_params")
+        body = {name: value for name, value in params.items() if value is not None}
+        super().__init__(getattr(args, role), args, body)
+        self.role = role
+
+    async def model_name(self):
+        """Returns the model's name, from the server unless the parameters have it."""
+        if "model" not in self.body and "?" not in self.url:  # Azure's address names it
+            await self.find_served_model()
+        return self.body.get("model")
+
+
+class ChatAgent(ChatModel):
+    """A chat model as the agent, which reads the roles and contents of the dialogue, no more."""
+    KEYS = ["AGENT_API_KEY", "OPENAI_API_KEY"]
+
+    def __init__(self, args):
+        super().__init__("agent", args, temperature=args.temperature, top_p=args.top_p,
+                         max_tokens=args.max_tokens)
+
+    async def act(self, task, history):
+        messages = [{"role": m["role"], "content": m["content"]} for m in history]
+        return await self.request("/chat/completions", chat_message, messages=messages)
+
+
+class ChatHuman(ChatModel):
+    """A chat model as the human, who reads the hidden information and sees web pages."""
+
+    def __init__(self, args):
+        super().__init__("human", args, temperature=0, max_tokens=1024)
+        self.renderer = None  # created for the first page
+
+    async def reply(self, task, history):
+        content = human_prompt(task, history)
+        if environment(task).shows_pages:
+            self.renderer = self.renderer or Renderer(cpus())
+            try:
+                answer = history[-1]["content"]
+                pages = await asyncio.to_thread(self.renderer.render_pair, task, answer)
+            except RenderError as e:
+                return RENDER_FAILED_REPLY.format(e)
+            content = [{"type": "text", "text": content}]
+            for page in pages:
+                url = "data:image/png;base64," + base64.b64encode(page["png"]).decode()
+                content.append({"type": "image_url", "image_url": {"url": url}})
+        text = await self.request("/chat/completions", reply_text,
+                                  messages=[{"role": "user", "content": content}])
+        text, named, both_sides = own_words(text)
+        self.usage.update(named=named, both_sides=both_sides)
+        redacted = text if environment(task).shows_pages else redact(text, task)
+        self.usage["redacted"] += redacted != text
+        return redacted
+
+
+def chat_message(reply):
+    """Returns the message of a chat completion as a dict with `output`, its text without thoughts.
+
+    A truncated message has `cut`, as a sampled one does. Raises ValueError for an empty one.
+    """
+    choice = reply["choices"][0]
+    content = choice["message"]["content"] or ""
+    if isinstance(content, list):  # of parts
+        content = "".join(part.get("text", "") for part in content)
+    # if the server's prompt has opened a thought, the reply has only the end of it, </think>
+    text = without_thinking("<think>" + content if "</think>" in content else content)
+    if not text:
+        raise ValueError(f"the reply is empty, finish_reason {choice.get('finish_reason')}")
+    message = {"output": text}
+    if is_truncated(choice):
+        message["cut"] = True
+    if tokens := reported_tokens(reply).get("completion_tokens"):
+        message["completion_tokens"] = tokens
+    return message
+
+
+def reply_text(reply):
+    """Returns the text of a chat completion; raises ValueError unless it is whole."""
+    message = chat_message(reply)
+    if "cut" in message:
+        raise ValueError("the reply is truncated: allow more tokens, such as by "
+                         """--human_params '{"max_tokens": 4000}'""")
+    return message["output"]
+
+
+# finish_reasons, in lower case, of OpenAI, TGI, Together, Anthropic, Bedrock, Gemini, Cohere
+COMPLETE = "stop", "eos_token", "eos", "end_turn", "stop_sequence", "complete"
+TRUNCATED = "length", "max_tokens", "model_length", "model_context_window_exceeded"
+
+
+def is_truncated(choice):
+    """Returns whether a chat completion's choice is truncated.
+
+    Raises ValueError if it ended for a reason besides its end and a limit of tokens.
+    """
+    reason = choice.get("finish_reason")
+    if reason is None:
+        add_warning("replies came without a finish_reason, and count as complete",
+                    repr(choice["message"]["content"])[:60])
+        return False
+    if str(reason).lower() not in COMPLETE + TRUNCATED:
+        raise ValueError(f"the reply is incomplete, finish_reason {reason} (COMPLETE in collect.py "
+                         "lists those of complete replies)")
+    return str(reason).lower() in TRUNCATED
+
+
+# --- files with act(), reply() or advantages() ----------------------------------------------------
+
+USER_THREADS = ThreadPoolExecutor(256)  # run the functions that are in WAITING
+WAITING = set()  # functions that are not async, and of which a call has waited
+
+
+def load_function(file, name):
+    """Returns the function `name` that a Python file defines; it may be async."""
+    sys.path.append(os.path.dirname(os.path.abspath(file)))  # so that it can import its neighbours
+    with fail_on_error(file):
+        check_imports(file)
+        namespace = runpy.run_path(file)
+    return namespace.get(name) or fail(f"{file} defines no {name}()")
+
+
+def check_imports(file):
+    """Raises ValueError if a Python file would import another module instead of its neighbour.
+
+    For example, `import utils` finds our utils.py, which is loaded already. The neighbours that the
+    file imports are checked, too.
+    """
+    folder, files = Path(file).parent, [Path(file)]
+    for importing in files:  # it grows in the loop
+        for name in imported_names(importing):
+            for neighbour in (folder / f"{name}.py", folder / name / "__init__.py"):
+                if neighbour in files or not neighbour.exists():
+                    continue
+                found = importlib.util.find_spec(name).origin or "another folder"
+                if not os.path.exists(found) or not filecmp.cmp(found, neighbour, shallow=False):
+                    raise ValueError(f"`import {name}` in {importing} would find {found}, not "
+                                     f"{neighbour}; rename the latter")
+                if os.path.samefile(found, neighbour):  # else it is a copy of one of our scripts
+                    files.append(neighbour)
+
+
+def imported_names(file):
+    """Returns the top-level names of the modules that a Python file imports, anywhere in it."""
+    names = []
+    for node in ast.walk(ast.parse(file.read_bytes(), str(file))):
+        if isinstance(node, ast.Import):
+            names += [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom) and not node.level:  # not "from . import"
+            names.append(node.module)
+    return [name.partition(".")[0] for name in names]
+
+
+async def call_user_function(function, *args):
+    """Calls the agent, human or critic, which may be async, with copies, which it may change.
+
+    A function that is not async runs in the event loop, because this keeps batches full and
+    reproducible, until a call has waited, such as for a server. From then on it runs in threads, so
+    that the other episodes continue.
+    """
+    args = private_copy(args)
+    if function in WAITING:
+        loop = asyncio.get_running_loop()
+        result = await loop.run_in_executor(USER_THREADS, function, *args)
+    else:
+        start, cpu_start = time.monotonic(), time.thread_time()
+        result = function(*args)
+        seconds, cpu_seconds = time.monotonic() - start, time.thread_time() - cpu_start
+        if seconds > 0.2 and cpu_seconds < seconds / 10:
+            WAITING.add(function)
+            say(f"{getattr(function, '__name__', function)}() waits ({seconds:.1f} s) and is not "
+                "async: from now on its calls run in threads, many at once")
+    return await result if inspect.isawaitable(result) else result
+
+
+def checked_message(returned):
+    """Returns act()'s text or dict as a dict with `output`; raises an error for anything else."""
+    message = json.loads(json.dumps(returned, allow_nan=False))
+    if isinstance(message, str):
+        return {"output": message}
+    check_shape(message, RECORD["dialogue_history"][0], "act()'s message")
+    if "output" not in message and "content" not in message:
+        raise ValueError("act()'s message has no output")
+    return {"output": message.get("content"), **message}
+
+
+# --- --resume and the settings that it compares ---------------------------------------------------
+
+# flags that are left out of meta, because they change no episode; `candidates` is written as
+# n_candidates
+NOT_IN_META = "given candidates k concurrency resume max_batch_tokens timeout retries".split()
+
+
+def run_meta(args):
+    """Returns what determines episodes: flags, files by their hashes, and the kinds' prompts."""
+    meta = {name: value for name, value in vars(args).items() if name not in NOT_IN_META}
+    prompts = [(ANSWER, OUTPUT, kind.agent_prompt, kind.human_prompt)
+               for kind in ENVIRONMENTS.values()]
+    return meta | {"version": version(), "agent": fingerprint(args.agent),
+                   "human": fingerprint(args.human), "critic": fingerprint(args.critic),
+                   "n_candidates": args.candidates, "prompts": digest(prompts)}
+
+
+def fingerprint(who):
+    """Returns a file's or folder's name with a hash of its content; any other `who` unchanged."""
+    if not who or not os.path.exists(who):
+        return who
+    with fail_on_error(who):
+        content = weights_digest(who) if os.path.isdir(who) else digest(Path(who).read_bytes())
+    return f"{Path(who).name} {content}"
+
 
 def finished_episodes(path, tasks):
     """Returns (file, {(task id, sample): texts}, [settings]) of the --resume file.
@@ -924,7 +938,23 @@ def finished_episodes(path, tasks):
         f = open(path, "rb+")
     with fail_on_error(f"--resume {path} is in use by another run"):
         fcntl.flock(f, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    last = b"".join(deque(f, maxlen=1))  # b"" of an empty file
+    complete_last_line(f)
+    if not os.path.getsize(path):  # read_records would refuse an empty file
+        return f, done, found
+    for r in read_records(f, "sample", source=path, tasks=tasks):
+        done[task_id(r["task"]), r["sample"]] = message_texts(r.get("dialogue_history", ()))
+        meta = r.get("meta", {})
+        meta = settings(meta.get("candidates", meta))  # if add_candidates wrote it
+        if meta not in found:
+            found.append(meta)
+    return f, done, found
+
+
+def complete_last_line(f):
+    """Removes the last line of a file of records if it is truncated, or adds its newline."""
+    last = b""
+    for last in f:
+        pass
     if last.startswith(b"{") and not last.endswith(b"\n"):
         try:
             json.loads(last)
@@ -932,13 +962,6 @@ def finished_episodes(path, tasks):
         except ValueError:
             f.truncate(f.tell() - len(last))
     f.seek(0)
-    for r in read_records(f, "sample", source=path, tasks=tasks) if os.path.getsize(path) else ():
-        done[task_id(r["task"]), r["sample"]] = message_texts(r.get("dialogue_history", ()))
-        meta = r.get("meta", {})
-        meta = settings(meta.get("candidates", meta))  # if add_candidates wrote it
-        if meta not in found:
-            found.append(meta)
-    return f, done, found
 
 
 def read_jobs(args, done, tasks):
@@ -955,15 +978,11 @@ def read_jobs(args, done, tasks):
         k, start = args.k, 0
         if "dialogue_history" in record:
             k, start = 1, record.get("sample", 0)
-            thinking = record.get("meta", {}).get("thinking")
-            if not args.candidates:
-                fail(f"task {name} already has a dialogue; give --candidates, or remove it")
-            if thinking not in (None, args.thinking):
-                fail(f"task {name} was sampled with --thinking {thinking}; pass that here, too")
+            check_candidates_flags(args, record)
         elif not args.human:
             fail("--human is missing; --help says what it takes")
         else:
-            check_prompts(task, llm_human=args.human.startswith(("http://", "https://")))
+            check_prompts(task, llm_human=is_url(args.human))
         free = (n for n in itertools.count(start) if (name, n) not in taken)
         for sample in itertools.islice(free, k):
             taken.add((name, sample))
@@ -971,6 +990,15 @@ def read_jobs(args, done, tasks):
             if texts and texts != done.get((name, sample), texts):
                 fail(f"task {name}, sample {sample} has another dialogue in {args.resume}")
             yield record, sample
+
+
+def check_candidates_flags(args, record):
+    """Exits if the flags do not fit a record whose dialogue is to get candidates."""
+    name, thinking = record["task"]["id"], record.get("meta", {}).get("thinking")
+    if not args.candidates:
+        fail(f"task {name} already has a dialogue; give --candidates, or remove it")
+    if thinking not in (None, args.thinking):
+        fail(f"task {name} was sampled with --thinking {thinking}; pass that here, too")
 
 
 def asked_fields(jobs):
@@ -986,61 +1014,9 @@ def asked_fields(jobs):
     return {"asked": asked, "asked_hash": digest(sorted(asked.items()))}
 
 
-def print_plan(args, jobs):
-    """Prints how many episodes run, and with what: loading and the first episode take minutes."""
-    agent = args.agent
-    if not agent:
-        agent = f"{args.model} with {args.engine or f'transformers on {DEVICE}'}"
-    existing = sum("dialogue_history" in record for record, _ in jobs)
-    if existing:
-        say(f"sampling {args.candidates} candidates per message of {counted(existing, 'dialogue')} "
-            f"from {agent}")
-    if new := len(jobs) - existing:
-        say(f"running {counted(new, 'episode')} of {agent}: human {args.human}, "
-            f"at most {counted(args.max_turns, 'turn')}, {min(new, args.concurrency)} at once")
+# --- all episodes ---------------------------------------------------------------------------------
 
-
-def time_left(totals, n_jobs, concurrency):
-    """Returns the time, such as 0:01:10, that the other episodes take if each takes the mean."""
-    n_left = n_jobs - totals["episodes"] - totals["failed"]
-    rounds = n_left / max(1, min(n_left, concurrency))  # n_left may be 0
-    return timedelta(seconds=round(rounds * totals["seconds"] / totals["episodes"]))
-
-
-def print_summary(args, runner, n_done):
-    """Prints what was written, what went wrong, and what the servers report that it has cost.
-
-    n_done: number of episodes in the --resume file.
-    """
-    totals, facts = runner.totals, []
-    if totals["truncated"]:
-        percent = 100 * totals["truncated"] / totals["actions"]
-        limit = f" at --max_tokens {args.max_tokens}" if args.max_tokens else ""
-        facts.append(f"{percent:.1f} % of messages truncated{limit}")
-    faults = {"failed": totals["asked"] - totals["replies"]}  # {what happened: to how many}
-    if "human" in runner.servers:
-        usage = runner.servers["human"].usage
-        faults |= {"redacted": usage["redacted"], "began with a speaker's name": usage["named"],
-                   "continued with further speakers": usage["both_sides"]}
-    for what, number in faults.items():
-        if number:
-            facts.append(f"{number} of {counted(totals['asked'], 'human reply')} {what}")
-    text = f"wrote {counted(totals['episodes'], 'episode')} of {args.agent or args.model}"
-    if n_done:
-        text += f" ({n_done} more in the --resume file)"
-    if facts:
-        text += f": {'; '.join(facts)}"
-    say(text)
-    for role, server in runner.servers.items():
-        requests = counted(server.usage["replies"], "request")
-        say(f"{role}: {requests}, {server.usage['prompt_tokens']} prompt tokens, "
-            f"{server.usage['completion_tokens']} completion tokens")
-
-
-def counted(number, noun):
-    """Returns "1 episode", "2 episodes", "2 human replies"."""
-    plural = noun[:-1] + "ies" if noun.endswith("y") else noun + "s"
-    return f"{number} {noun if number == 1 else plural}"
+MOST_FAILURES = 16  # in a row; they end the run
 
 
 class Collector:
@@ -1111,6 +1087,63 @@ class Collector:
                 "with --resume FILE to continue")
         elif self.totals["failed"] <= MOST_FAILURES:
             say(message)
+
+
+def print_plan(args, jobs):
+    """Prints how many episodes run, and with what: loading and the first episode take minutes."""
+    agent = args.agent
+    if not agent:
+        agent = f"{args.model} with {args.engine or f'transformers on {DEVICE}'}"
+    existing = sum("dialogue_history" in record for record, _ in jobs)
+    if existing:
+        say(f"sampling {args.candidates} candidates per message of {counted(existing, 'dialogue')} "
+            f"from {agent}")
+    if new := len(jobs) - existing:
+        say(f"running {counted(new, 'episode')} of {agent}: human {args.human}, "
+            f"at most {counted(args.max_turns, 'turn')}, {min(new, args.concurrency)} at once")
+
+
+def time_left(totals, n_jobs, concurrency):
+    """Returns the time, such as 0:01:10, that the other episodes take if each takes the mean."""
+    n_left = n_jobs - totals["episodes"] - totals["failed"]
+    rounds = n_left / max(1, min(n_left, concurrency))  # n_left may be 0
+    return timedelta(seconds=round(rounds * totals["seconds"] / totals["episodes"]))
+
+
+def print_summary(args, runner, n_done):
+    """Prints what was written, what went wrong, and how many tokens the servers report.
+
+    n_done: number of episodes in the --resume file.
+    """
+    totals, facts = runner.totals, []
+    if totals["truncated"]:
+        percent = 100 * totals["truncated"] / totals["actions"]
+        limit = f" at --max_tokens {args.max_tokens}" if args.max_tokens else ""
+        facts.append(f"{percent:.1f} % of messages truncated{limit}")
+    replies = {"failed": totals["asked"] - totals["replies"]}  # {what happened: how often}
+    if "human" in runner.servers:
+        usage = runner.servers["human"].usage
+        replies |= {"redacted": usage["redacted"], "began with a speaker's name": usage["named"],
+                    "continued with further speakers": usage["both_sides"]}
+    for what, number in replies.items():
+        if number:
+            facts.append(f"{number} of {counted(totals['asked'], 'human reply')} {what}")
+    text = f"wrote {counted(totals['episodes'], 'episode')} of {args.agent or args.model}"
+    if n_done:
+        text += f" ({n_done} more in the --resume file)"
+    if facts:
+        text += f": {'; '.join(facts)}"
+    say(text)
+    for role, server in runner.servers.items():
+        requests = counted(server.usage["replies"], "request")
+        say(f"{role}: {requests}, {server.usage['prompt_tokens']} prompt tokens, "
+            f"{server.usage['completion_tokens']} completion tokens")
+
+
+def counted(number, noun):
+    """Returns "1 episode", "2 episodes", "2 human replies"."""
+    plural = noun[:-1] + "ies" if noun.endswith("y") else noun + "s"
+    return f"{number} {noun if number == 1 else plural}"
 
 
 def main(args):
