@@ -306,7 +306,7 @@ class EpisodeRunner:
         meta = {"thinking": self.args.thinking, "candidates": self.meta}  # merged into the old meta
         return {"sample": sample, "answered": answered(record), "meta": meta}
 
-    # loading
+    # loading, and --resume
 
     def load_tokenizer(self):
         """Loads the tokenizer of --model, and reads what the episodes need of its configuration."""
@@ -391,7 +391,7 @@ class Batcher:
         self.waiting.append(request)
         if self.step_end is None:
             self.step_end = asyncio.get_running_loop().create_future()
-            self.task = asyncio.create_task(self.run_steps())  # kept, else it may be collected
+            self.task = asyncio.create_task(self.run_steps())  # asyncio itself keeps no reference
         while request.result is None:
             await self.step_end
         return request.result
@@ -503,7 +503,7 @@ class TransformersEngine(Batcher):
     def read_prompts(self, new):
         """Adds the new requests' rows to the batch, and samples their first tokens."""
         different = dict.fromkeys(request.prompt for request in new)  # P prompts
-        prompts = dict(zip(different, itertools.count()))  # {prompt: row}
+        prompts = {prompt: row for row, prompt in enumerate(different)}
         padded = pad_sequence([*map(torch.tensor, prompts)], True, -1, "left").to(DEVICE)
         mask, cache = (padded >= 0).long(), DynamicCache()  # (P, L)
         positions = (mask.cumsum(1) - 1).clamp(0)  # (P, L)
@@ -533,18 +533,20 @@ class TransformersEngine(Batcher):
         self.append_tokens(logits, range(len(ids)), self.actions)
 
     def append_tokens(self, logits, rows, actions):
-        """Samples the next token of each action, from its row of logits, if it has not ended.
-
-        Then drops ended rows of the batch, and padding, once that frees an eighth of it.
-        """
+        """Samples the next token of each action, from its row of logits, if it has not ended."""
         live = [(row, action) for row, action in zip(rows, actions) if not action.ended]
         for start in range(0, len(live), 64):  # 64 rows at a time, to bound memory
-            some_rows, some = zip(*live[start:start + 64])
-            token, logp = self.sample(logits[[*some_rows]], [action.rng for action in some])
-            for action, t, p in zip(some, token[:, 0].tolist(), logp[:, 0].tolist()):
+            some = live[start:start + 64]
+            token, logp = self.sample(logits[[row for row, _ in some]],
+                                      [action.rng for _, action in some])
+            for (_, action), t, p in zip(some, token[:, 0].tolist(), logp[:, 0].tolist()):
                 action.ids.append(t)
                 action.logps.append(p)
                 action.ended = t in self.stop or len(action.ids) == action.max_new
+        self.drop_ended_rows()
+
+    def drop_ended_rows(self):
+        """Drops ended rows of the batch, and padding, once that frees an eighth of it."""
         kept = [row for row, action in enumerate(self.actions) if not action.ended]
         first = self.mask[kept].any(0).long().argmax()  # before it, all kept rows have padding
         if self.mask[kept, first:].numel() <= 7 / 8 * self.mask.numel():
@@ -606,11 +608,13 @@ class Endpoint:
 
     def __init__(self, url, args, body):
         """body: fields that all requests share."""
-        import openai
+        import openai  # slow
+        # a server on this machine is behind no proxy
         os.environ["no_proxy"] = getproxies().get("no", "") + ",localhost,127.0.0.1,::1"
         self.url, self.body, self.usage = url, body, Counter()
         base_url, _, query = url.partition("?")  # Azure's addresses end in ?api-version=...
-        self.key_name = next(filter(os.environ.get, self.KEYS), self.KEYS[0])
+        names = [name for name in self.KEYS if os.environ.get(name)]
+        self.key_name = names[0] if names else self.KEYS[0]
         key = api_key(self.key_name)
         self.client = openai.AsyncOpenAI(
             base_url=base_url, default_query=dict(parse_qsl(query)), api_key=key,
@@ -666,7 +670,10 @@ class Endpoint:
 def error_text(e):
     """Returns the type and text of a request's error: the server's words, or its cause."""
     response = getattr(e, "response", None)
-    words = response.extensions.get("error", e) if response else str(e.__cause__ or "") or e
+    if response:
+        words = response.extensions.get("error", e)  # see take_status
+    else:
+        words = str(e.__cause__ or "") or e
     return f"{type(e).__name__}: {' '.join(str(words).split())[:200]}"
 
 
@@ -767,7 +774,9 @@ class ChatHuman(ChatModel):
                                   messages=[{"role": "user", "content": content}])
         text, named, both_sides = own_words(text)
         self.usage.update(named=named, both_sides=both_sides)
-        redacted = text if environment(task).shows_pages else redact(text, task)
+        if environment(task).shows_pages:
+            return text
+        redacted = redact(text, task)
         self.usage["redacted"] += redacted != text
         return redacted
 
@@ -888,7 +897,9 @@ async def call_user_function(function, *args):
             WAITING.add(function)
             say(f"{getattr(function, '__name__', function)}() waits ({seconds:.1f} s) and is not "
                 "async: from now on its calls run in threads, many at once")
-    return await result if inspect.isawaitable(result) else result
+    if inspect.isawaitable(result):
+        result = await result
+    return result
 
 
 def checked_message(returned):
@@ -933,21 +944,21 @@ def finished_episodes(path, tasks):
 
     Removes a truncated last line, and locks the file until it is closed. tasks: see read_records.
     """
-    done, found = {}, []
+    done, different = {}, []
     with fail_on_error(f"--resume {path}"):
         f = open(path, "rb+")
     with fail_on_error(f"--resume {path} is in use by another run"):
         fcntl.flock(f, fcntl.LOCK_EX | fcntl.LOCK_NB)
     complete_last_line(f)
     if not os.path.getsize(path):  # read_records would refuse an empty file
-        return f, done, found
+        return f, done, different
     for r in read_records(f, "sample", source=path, tasks=tasks):
         done[task_id(r["task"]), r["sample"]] = message_texts(r.get("dialogue_history", ()))
         meta = r.get("meta", {})
         meta = settings(meta.get("candidates", meta))  # if add_candidates wrote it
-        if meta not in found:
-            found.append(meta)
-    return f, done, found
+        if meta not in different:
+            different.append(meta)
+    return f, done, different
 
 
 def complete_last_line(f):
