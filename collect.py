@@ -782,20 +782,16 @@ class ChatHuman(ChatModel):
 
 
 def chat_message(reply):
-    """Returns the message of a chat completion as a dict with `output`, its text without thoughts.
+    """Returns the agent's message of a chat completion as a dict; ValueError for an empty one.
 
-    A truncated message has `cut`, as a sampled one does. Raises ValueError for an empty one.
+    It has `output`, the text without thoughts, and `cut` if truncated, as a sampled one does.
     """
-    choice = reply["choices"][0]
-    content = choice["message"]["content"] or ""
-    if isinstance(content, list):  # of parts
-        content = "".join(part.get("text", "") for part in content)
-    # if the server's prompt has opened a thought, the reply has only the end of it, </think>
-    text = without_thinking("<think>" + content if "</think>" in content else content)
+    text, cut = completion_text(reply)
     if not text:
-        raise ValueError(f"the reply is empty, finish_reason {choice.get('finish_reason')}")
+        raise ValueError("the reply is truncated in its thoughts: allow more tokens, such as by "
+                         "--max_tokens 4000")
     message = {"output": text}
-    if is_truncated(choice):
+    if cut:
         message["cut"] = True
     if tokens := reported_tokens(reply).get("completion_tokens"):
         message["completion_tokens"] = tokens
@@ -803,12 +799,29 @@ def chat_message(reply):
 
 
 def reply_text(reply):
-    """Returns the text of a chat completion; raises ValueError unless it is whole."""
-    message = chat_message(reply)
-    if "cut" in message:
+    """Returns the human's reply of a chat completion; ValueError unless it is whole."""
+    text, cut = completion_text(reply)
+    if cut:
         raise ValueError("the reply is truncated: allow more tokens, such as by "
                          """--human_params '{"max_tokens": 4000}'""")
-    return message["output"]
+    return text
+
+
+def completion_text(reply):
+    """Returns (text without thoughts, is truncated) of a chat completion.
+
+    Raises ValueError if it is empty but not truncated, or ended for a reason that is not listed.
+    """
+    choice = reply["choices"][0]
+    content = choice["message"]["content"] or ""
+    if isinstance(content, list):  # of parts
+        content = "".join(part.get("text", "") for part in content)
+    # if the server's prompt has opened a thought, the reply has only the end of it, </think>
+    text = without_thinking("<think>" + content if "</think>" in content else content)
+    cut = is_truncated(choice)
+    if not text and not cut:
+        raise ValueError(f"the reply is empty, finish_reason {choice.get('finish_reason')}")
+    return text, cut
 
 
 # finish_reasons, in lower case, of OpenAI, TGI, Together, Anthropic, Bedrock, Gemini, Cohere
