@@ -9,9 +9,10 @@
 human.py defines reply(task, history), which returns the human's next message. An episode is written
 as soon as it ends. A record that already has a dialogue gets candidates for its agent's messages.
 
-The method is EpisodeRunner: run_episode, and sample_turn with its candidates. Behind it come the
-models in this process (batches, the critic, sampling with transformers), clients of servers, files
-with functions of the user, what --resume compares, and the queue of episodes with its messages.
+Below the flags, EpisodeRunner is the method: run_episode, and sample_turn with its candidates. A
+reader of the method may skip what follows: models in this process (batches, the critic, sampling
+with transformers), clients of servers, files with functions of the user, what --resume compares,
+and the queue of all episodes with its messages.
 
 Left out on purpose: lock-step rollouts, where episodes wait for the slowest human; rewards, which
 the next stage adds; and paged attention and several GPUs, for which --engine takes a vLLM server.
@@ -325,9 +326,9 @@ class EpisodeRunner:
         """Asks servers which model they serve, then loads the local models; returns self."""
         args = self.args
         if args.human:
-            self.reply = await self.load_role("human", ChatHuman, "reply")
+            self.reply = await self.load_role("human", args.human, ChatHuman, "reply")
         if args.agent:
-            self.act = await self.load_role("agent", ChatAgent, "act")
+            self.act = await self.load_role("agent", args.agent, ChatAgent, "act")
         self.check_resumed()  # now that the servers have named their models
         if args.engine:
             self.engine = self.servers["agent"] = VllmEngine(args, self.stop)
@@ -345,9 +346,8 @@ class EpisodeRunner:
             self.critic = Critic(args).advantages
         return self
 
-    async def load_role(self, role, chat_model, name):
-        """Returns the function `name` of --human or --agent."""
-        who = getattr(self.args, role)
+    async def load_role(self, role, who, chat_model, name):
+        """Returns the function `name` of `who`, which is the --human or --agent."""
         if is_url(who):
             server = self.servers[role] = chat_model(self.args)
             self.meta[f"{role}_model"] = await server.model_name()
@@ -603,7 +603,7 @@ AttentionMaskInterface.register("grouped", sdpa_mask)
 class Endpoint:
     """A client of an OpenAI-compatible server, which counts replies and tokens in `usage`."""
     KEYS = ["OPENAI_API_KEY"]  # environment variables; the first that is set has the API key
-    role = None  # "agent" or "human", whose requests have the parameters --agent_params, ...
+    role = None  # of a chat model: "agent" or "human"
     has_answered = False
 
     def __init__(self, url, args, body):
@@ -721,14 +721,13 @@ class VllmEngine(Endpoint):
 
 
 class ChatModel(Endpoint):
-    """A chat model as the agent or the human."""
+    """A chat model as the agent or the human, its `role`."""
 
-    def __init__(self, role, args, **params):
+    def __init__(self, args, **params):
         """params: of its requests; --agent_params or --human_params replaces or removes them."""
-        params |= getattr(args, f"{role}_params")
+        params |= getattr(args, f"{self.role}_params")
         body = {name: value for name, value in params.items() if value is not None}
-        super().__init__(getattr(args, role), args, body)
-        self.role = role
+        super().__init__(getattr(args, self.role), args, body)
 
     async def model_name(self):
         """Returns the model's name, from the server unless the parameters have it."""
@@ -739,10 +738,10 @@ class ChatModel(Endpoint):
 
 class ChatAgent(ChatModel):
     """A chat model as the agent, which reads the roles and contents of the dialogue, no more."""
-    KEYS = ["AGENT_API_KEY", "OPENAI_API_KEY"]
+    KEYS, role = ["AGENT_API_KEY", "OPENAI_API_KEY"], "agent"
 
     def __init__(self, args):
-        super().__init__("agent", args, temperature=args.temperature, top_p=args.top_p,
+        super().__init__(args, temperature=args.temperature, top_p=args.top_p,
                          max_tokens=args.max_tokens)
 
     async def act(self, task, history):
@@ -752,9 +751,10 @@ class ChatAgent(ChatModel):
 
 class ChatHuman(ChatModel):
     """A chat model as the human, who reads the hidden information and sees web pages."""
+    role = "human"
 
     def __init__(self, args):
-        super().__init__("human", args, temperature=0, max_tokens=1024)
+        super().__init__(args, temperature=0, max_tokens=1024)
         self.renderer = None  # created for the first page
 
     async def reply(self, task, history):
@@ -810,7 +810,7 @@ def reply_text(reply):
 def completion_text(reply):
     """Returns (text without thoughts, is truncated) of a chat completion.
 
-    Raises ValueError if it is empty but not truncated, or ended for a reason that is not listed.
+    Raises ValueError if it is empty but not truncated, and as is_truncated does.
     """
     choice = reply["choices"][0]
     content = choice["message"]["content"] or ""
@@ -832,7 +832,7 @@ TRUNCATED = "length", "max_tokens", "model_length", "model_context_window_exceed
 def is_truncated(choice):
     """Returns whether a chat completion's choice is truncated.
 
-    Raises ValueError if it ended for a reason besides its end and a limit of tokens.
+    Raises ValueError if it ended for a reason that is neither in COMPLETE nor in TRUNCATED.
     """
     reason = choice.get("finish_reason")
     if reason is None:
