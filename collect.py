@@ -9,6 +9,11 @@
 human.py defines reply(task, history), which returns the human's next message. An episode is written
 as soon as it ends. A record that already has a dialogue gets candidates for its agent's messages.
 
+Below the flags, EpisodeRunner is the method: run_episode, and sample_turn with its candidates. A
+reader of the method may skip what follows: models in this process (batches, the critic, sampling
+with transformers), clients of servers, files with functions of the user, what --resume compares,
+and the queue of all episodes with its messages.
+
 Left out on purpose: lock-step rollouts, where episodes wait for the slowest human; rewards, which
 the next stage adds; and paged attention and several GPUs, for which --engine takes a vLLM server.
 """
@@ -48,9 +53,6 @@ from colbench import (ANSWER, ENVIRONMENTS, OUTPUT, RECORD, RENDER_FAILED_REPLY,
 # what some flags need, see utils.flag
 SAMPLED, LOCAL = "with a model as the agent", "without --engine or --agent"
 SERVERS = "with a server as --engine, --agent or --human"
-# flags for the model that --agent replaces
-MODEL_FLAGS = """model thinking candidates candidates_share best_of critic logprob_weight engine
-max_batch_tokens dtype""".split()
 
 
 def get_args(argv=None):
@@ -74,6 +76,14 @@ def get_args(argv=None):
     flag(g, "human_params", "{}", "the LLM's request parameters, besides temperature 0 and "
          'max_tokens 1024; null removes one, "model" chooses one of several', metavar="JSON",
          only="with an LLM as --human")
+    add_sampling_flags(p)
+    add_engine_flags(p)
+    args = p.parse_args(argv)
+    check_args(p, args)
+    return args
+
+
+def add_sampling_flags(p):
     g = p.add_argument_group("sampling")
     flag(g, "temperature", 1.0, "0: greedy", only=SAMPLED)
     flag(g, "top_p", 1.0, "nucleus sampling: total probability to keep", least=1e-6, most=1,
@@ -93,6 +103,9 @@ def get_args(argv=None):
          only="without --agent")
     flag(g, "logprob_weight", 0.0, "send the message of the highest advantage + this * log-prob",
          only="with --best_of")
+
+
+def add_engine_flags(p):
     g = p.add_argument_group("engine")
     flag(g, "engine", None, "http://host:port/v1 of a vLLM server (--logprobs-mode "
          "processed_logprobs), many times as fast on a GPU; default: transformers", metavar="URL",
@@ -104,13 +117,13 @@ def get_args(argv=None):
     flag(g, "timeout", 1800.0, "seconds after which a request is retried", only=SERVERS)
     flag(g, "retries", 8, "how often to retry a failed request; 8 retries take about a minute",
          only=SERVERS)
-    args = p.parse_args(argv)
-    check_args(p, args)
-    return args
 
 
 def check_args(p, args):
-    """Parses the JSON flags, exits if flags do not fit together, and sets unused ones to None."""
+    """Parses the JSON flags, and exits if flags do not fit together.
+
+    Sets the flags of the model or server that is not there to None, for the episodes' `meta`.
+    """
     for name in ("human_params", "agent_params"):
         with fail_on_error(f"--{name} is not a JSON object", parses=True):
             setattr(args, name, dict(parse_json(getattr(args, name))))
@@ -131,8 +144,10 @@ def check_args(p, args):
         fail("--temperature 0 makes all --candidates and --best_of of a turn the same message")
     if not args.temperature and args.k > 1:
         say("warning: with --temperature 0 only the human can make the episodes of a task differ")
-    for name in MODEL_FLAGS if args.agent else ():
-        setattr(args, name, None)
+    if args.agent:
+        args.model = args.thinking = args.engine = args.max_batch_tokens = args.dtype = None
+        args.candidates = args.candidates_share = None
+        args.best_of = args.critic = args.logprob_weight = None
     if not samples:
         args.temperature = args.top_p = args.max_tokens = args.agent_params = None
 
@@ -158,14 +173,9 @@ from model import (MODEL_FILES, critic_turns, find_model, finished_flags, load, 
 from train_critic import advantage
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-# flags that are left out of meta, because they change no episode; `candidates` is written as
-# n_candidates. --resume compares colbench.settings(meta)
-NOT_IN_META = "given candidates k concurrency resume max_batch_tokens timeout retries".split()
-COMPUTE_THREAD = ThreadPoolExecutor(1)  # runs all models, so that they don't block the event loop
-HUMAN_THREADS = ThreadPoolExecutor(256)  # run the functions of users that are in WAITING
-WAITING = set()  # see call_user_function
-TREE_TOKENS = 16384  # most tokens per forward of the critic
 
+
+# --- an episode -----------------------------------------------------------------------------------
 
 class EpisodeError(Exception):
     """Fails one episode; the others continue. (fail() ends the whole run.)"""
@@ -174,8 +184,6 @@ class EpisodeError(Exception):
 class ContextFull(EpisodeError):
     """The dialogue leaves no room in the model's context for another message."""
 
-
-# --- an episode -----------------------------------------------------------------------------------
 
 class EpisodeRunner:
     """Runs episodes. Holds these callables, of which all but the first may be async:
@@ -194,69 +202,10 @@ class EpisodeRunner:
         self.args, self.act, self.critic, self.totals = args, None, None, Counter()
         self.servers = {}  # {"agent" or "human": Endpoint}
         self.resumed = []  # the settings of the episodes in the --resume file
-        self.meta = {name: x for name, x in vars(args).items() if name not in NOT_IN_META} | {
-            "version": version(), "agent": fingerprint(args.agent),
-            "human": fingerprint(args.human), "critic": fingerprint(args.critic),
-            "n_candidates": args.candidates,
-            "prompts": digest([(ANSWER, OUTPUT, kind.agent_prompt, kind.human_prompt)
-                               for kind in ENVIRONMENTS.values()])}
-        if args.agent:
-            self.opening = ""  # no message continues a thought
-            return
-        folder, self.tokenizer, config = find_model(args.model)
-        config = config.get_text_config()
-        self.max_context = getattr(config, "max_position_embeddings", None) or math.inf
-        with fail_on_error(f"the chat template of --model {args.model} can't be used"):
-            self.stop = stop_ids(self.tokenizer, folder)
-            self.opening = opened_thought(self.tokenizer, args.thinking)
-        files = sorted(file for form in MODEL_FILES for file in Path(folder).glob(form))
-        self.meta |= {"model_weights": weights_digest(folder),
-                      "tokenizer_and_config": digest([*map(fingerprint, files)])}
-
-    async def load(self):
-        """Asks servers which model they serve, then loads the local models; returns self."""
-        args = self.args
-        if args.human:
-            self.reply = await self.load_role("human", ChatHuman, "reply")
-        if args.agent:
-            self.act = await self.load_role("agent", ChatAgent, "act")
-        self.check_resumed()  # now that the servers have named their models
-        if args.engine:
-            self.engine = self.servers["agent"] = VllmEngine(args, self.stop)
-            await self.engine.find_served_model()
-            if self.engine.body["model"] != args.model:
-                say(f"{args.engine} serves {self.engine.body['model']}, assumed to be {args.model}")
-            self.max_context = min(self.max_context, self.engine.max_context)
-        elif not args.agent:
-            self.engine = TransformersEngine(args, self.stop)
-            if DEVICE == "cuda":
-                say("sampling with transformers; a vLLM server is many times as fast (--engine)")
-        if args.critic and args.critic.endswith(".py"):
-            self.critic = load_function(args.critic, "advantages")
-        elif args.critic:
-            self.critic = Critic(args).advantages
-        return self
-
-    async def load_role(self, role, chat_model, name):
-        """Returns the function `name` of --human or --agent."""
-        who = getattr(self.args, role)
-        if is_url(who):
-            server = self.servers[role] = chat_model(self.args)
-            self.meta[f"{role}_model"] = await server.model_name()
-            return getattr(server, name)
-        if who.startswith("fixed:"):
-            return lambda task, history: who.removeprefix("fixed:")
-        if who.endswith(".py"):
-            return load_function(who, name)
-        fail(f"--{role} {who}: give the http://host:port/v1 of an LLM, fixed:TEXT or FILE.py")
-
-    def check_resumed(self):
-        """Fails if the --resume file's episodes differ in a setting that both sides have."""
-        for name, new in settings(self.meta).items():
-            for old in self.resumed:
-                if old.get(name, new) != new:
-                    fail(f"--resume {self.args.resume} holds episodes with {name} {old[name]}, not "
-                         f"{new}; use the same flags, files and weights, or another file")
+        self.meta = run_meta(args)
+        self.opening = ""  # see model.opened_thought
+        if not args.agent:
+            self.load_tokenizer()
 
     async def run_episode(self, task, sample):
         """Runs one episode; returns the new fields of its record."""
@@ -275,16 +224,6 @@ class EpisodeRunner:
                 episode.reply(await self.human_reply(task, episode.history))
         return {"sample": sample, **episode.fields(), "meta": self.meta}
 
-    async def add_candidates(self, record, sample):
-        """Samples candidates for a dialogue's messages; returns the new fields of its record."""
-        key = self.args.seed, task_id(record["task"]), sample
-        for turn, (history, (message, *_)) in enumerate(turn_actions(record)):
-            message.pop("candidates", None)  # of an earlier run, perhaps of another model
-            _, candidates = await self.sample_turn(history, (*key, turn), 0)
-            message |= candidates
-        meta = {"thinking": self.args.thinking, "candidates": self.meta}  # merged into the old meta
-        return {"sample": sample, "answered": answered(record), "meta": meta}
-
     async def next_message(self, task, history, key):
         """Returns the agent's next message, without content. key: (seed, task id, sample, turn)."""
         if self.act:
@@ -292,47 +231,55 @@ class EpisodeRunner:
             self.totals.update(actions=1, truncated=bool(message.get("cut")))
             return message
         actions, candidates = await self.sample_turn(history, key, self.args.best_of)
-        best = actions[0]
+        message = actions[0]
         if self.critic:
-            scores = await call_user_function(self.critic, task, history, actions)
-            if len(scores) != len(actions) or not all(map(math.isfinite, scores)):
-                raise EpisodeError(f"a critic must give {len(actions)} finite scores, not {scores}")
-            values = [score + self.args.logprob_weight * sum(action["logprobs"])
-                      for score, action in zip(scores, actions)]
-            best = actions[values.index(max(values))]
-        return {**best, **candidates}
+            message = await self.best_action(task, history, actions)
+        if candidates:
+            message["candidates"] = candidates
+        return message
+
+    async def best_action(self, task, history, actions):
+        """Returns the action with the highest advantage + --logprob_weight * log-prob."""
+        scores = await call_user_function(self.critic, task, history, actions)
+        if len(scores) != len(actions) or not all(map(math.isfinite, scores)):
+            raise EpisodeError(f"a critic must give {len(actions)} finite scores, not {scores}")
+        values = [score + self.args.logprob_weight * sum(action["logprobs"])
+                  for score, action in zip(scores, actions)]
+        return actions[values.index(max(values))]
 
     async def sample_turn(self, history, key, n_actions):
-        """Samples the agent's next message; returns (actions, {"candidates": actions} or {})."""
+        """Samples messages; returns (n_actions of them as actions, the turn's candidates)."""
         keys = [(*key, j) for j in range(n_actions)]
         if rng("share", *key[:3]).random() < self.args.candidates_share:  # for a whole episode
             keys += [(*key, "candidate", j) for j in range(self.args.candidates)]
         if not keys:
-            return [], {}
+            return [], []
         with fail_on_error("--model's chat template rejects the agent's prompt"):
             prompt = render(self.tokenizer, history, self.args.thinking)
         max_new = min(self.args.max_tokens, self.max_context - len(prompt))
         if max_new <= 0:
             raise ContextFull(f"the context is full: {len(prompt)} of {self.max_context} tokens")
-        outputs = await self.engine(prompt, keys, max_new)
-        texts = self.tokenizer.batch_decode([ids for ids, _ in outputs], skip_special_tokens=True)
-        actions = []
-        for text, (ids, logprobs) in zip(texts, outputs):
-            finite = all(x is not None and abs(x) < 1000 for x in logprobs)  # vLLM's -inf is -9999
-            if not finite or len(logprobs) != len(ids):
-                raise EpisodeError("log-probs are missing, NaN or infinite; check the weights")
-            if max(ids) >= len(self.tokenizer):
-                raise EpisodeError(f"token {max(ids)} is not in --model's vocabulary; does "
-                                   "--engine serve another model?")
-            action = {"output": text, "token_ids": ids, "logprobs": [round(x, 6) for x in logprobs]}
-            if ids[-1] not in self.stop:
-                action["cut"] = True
-            self.totals.update(actions=1, truncated="cut" in action)
-            actions.append(action)
+        sampled = await self.engine(prompt, keys, max_new)
+        actions = [self.as_action(ids, logprobs) for ids, logprobs in sampled]
         candidates = actions[n_actions:]
         for candidate in candidates:  # only the sum, to save space
             candidate["logprob"] = round(sum(candidate.pop("logprobs")), 6)
-        return actions[:n_actions], {"candidates": candidates} if candidates else {}
+        return actions[:n_actions], candidates
+
+    def as_action(self, ids, logprobs):
+        """Returns a sampled message, of these tokens, as an action; raises EpisodeError."""
+        finite = all(x is not None and abs(x) < 1000 for x in logprobs)  # vLLM's -inf is -9999
+        if not finite or len(logprobs) != len(ids):
+            raise EpisodeError("log-probs are missing, NaN or infinite; check the weights")
+        if max(ids) >= len(self.tokenizer):
+            raise EpisodeError(f"token {max(ids)} is not in --model's vocabulary; does --engine "
+                               "serve another model?")
+        text = self.tokenizer.decode(ids, skip_special_tokens=True)
+        action = {"output": text, "token_ids": ids, "logprobs": [round(x, 6) for x in logprobs]}
+        if ids[-1] not in self.stop:
+            action["cut"] = True
+        self.totals.update(actions=1, truncated="cut" in action)
+        return action
 
     async def human_reply(self, task, history):
         """Returns the human's reply to the last message."""
@@ -348,345 +295,126 @@ class EpisodeRunner:
         self.totals["replies"] += 1
         return reply
 
+    async def add_candidates(self, record, sample):
+        """Samples candidates for a dialogue's messages; returns the new fields of its record."""
+        key = self.args.seed, task_id(record["task"]), sample
+        for turn, (history, actions) in enumerate(turn_actions(record)):
+            message = actions[0]
+            message.pop("candidates", None)  # of an earlier run, perhaps of another model
+            _, candidates = await self.sample_turn(history, (*key, turn), 0)
+            if candidates:
+                message["candidates"] = candidates
+        meta = {"thinking": self.args.thinking, "candidates": self.meta}  # merged into the old meta
+        return {"sample": sample, "answered": answered(record), "meta": meta}
 
-def fingerprint(who):
-    """Returns a file's or folder's name with a hash of its content; any other `who` unchanged."""
-    if not who or not os.path.exists(who):
-        return who
-    with fail_on_error(who):
-        content = weights_digest(who) if os.path.isdir(who) else digest(Path(who).read_bytes())
-    return f"{Path(who).name} {content}"
+    # loading, and --resume
 
+    def load_tokenizer(self):
+        """Loads the tokenizer of --model, and reads what the episodes need of its configuration."""
+        args = self.args
+        folder, self.tokenizer, config = find_model(args.model)
+        config = config.get_text_config()
+        self.max_context = getattr(config, "max_position_embeddings", None) or math.inf
+        with fail_on_error(f"the chat template of --model {args.model} can't be used"):
+            self.stop = stop_ids(self.tokenizer, folder)
+            self.opening = opened_thought(self.tokenizer, args.thinking)
+        files = sorted(file for form in MODEL_FILES for file in Path(folder).glob(form))
+        self.meta |= {"model_weights": weights_digest(folder),
+                      "tokenizer_and_config": digest([*map(fingerprint, files)])}
 
-def load_function(file, name):
-    """Returns the function `name` that a Python file defines; it may be async."""
-    sys.path.append(os.path.dirname(os.path.abspath(file)))  # so that it can import its neighbours
-    with fail_on_error(file):
-        check_imports(file)
-        namespace = runpy.run_path(file)
-    return namespace.get(name) or fail(f"{file} defines no {name}()")
+    async def load(self):
+        """Asks servers which model they serve, then loads the local models; returns self."""
+        args = self.args
+        if args.human:
+            self.reply = await self.load_role("human", args.human, ChatHuman, "reply")
+        if args.agent:
+            self.act = await self.load_role("agent", args.agent, ChatAgent, "act")
+        self.check_resumed()  # now that the servers have named their models
+        if args.engine:
+            self.engine = self.servers["agent"] = VllmEngine(args, self.stop)
+            await self.engine.find_served_model()
+            if self.engine.body["model"] != args.model:
+                say(f"{args.engine} serves {self.engine.body['model']}, assumed to be {args.model}")
+            self.max_context = min(self.max_context, self.engine.max_context)
+        elif not args.agent:
+            self.engine = TransformersEngine(args, self.stop)
+            if DEVICE == "cuda":
+                say("sampling with transformers; a vLLM server is many times as fast (--engine)")
+        if args.critic and args.critic.endswith(".py"):
+            self.critic = load_function(args.critic, "advantages")
+        elif args.critic:
+            self.critic = Critic(args).advantages
+        return self
 
+    async def load_role(self, role, who, chat_model, name):
+        """Returns the function `name` of `who`, which is the --human or --agent."""
+        if is_url(who):
+            server = self.servers[role] = chat_model(self.args)
+            self.meta[f"{role}_model"] = await server.model_name()
+            return getattr(server, name)
+        if who.startswith("fixed:"):
+            return lambda task, history: who.removeprefix("fixed:")
+        if who.endswith(".py"):
+            return load_function(who, name)
+        fail(f"--{role} {who}: give the http://host:port/v1 of an LLM, fixed:TEXT or FILE.py")
 
-def check_imports(file):
-    """Raises ValueError if a Python file would import another module instead of its neighbour.
-
-    For example, `import utils` finds our utils.py, which is loaded already. The neighbours that the
-    file imports are checked, too.
-    """
-    folder, files = Path(file).parent, [Path(file)]
-    for importing in files:  # it grows in the loop
-        for name in imported_names(importing):
-            for neighbour in (folder / f"{name}.py", folder / name / "__init__.py"):
-                if neighbour in files or not neighbour.exists():
-                    continue
-                found = importlib.util.find_spec(name).origin or "another folder"
-                if not os.path.exists(found) or not filecmp.cmp(found, neighbour, shallow=False):
-                    raise ValueError(f"`import {name}` in {importing} would find {found}, not "
-                                     f"{neighbour}; rename the latter")
-                if os.path.samefile(found, neighbour):  # else it is a copy of one of our scripts
-                    files.append(neighbour)
-
-
-def imported_names(file):
-    """Returns the top-level names of the modules that a Python file imports, anywhere in it."""
-    names = []
-    for node in ast.walk(ast.parse(file.read_bytes(), str(file))):
-        if isinstance(node, ast.Import):
-            names += [alias.name for alias in node.names]
-        elif isinstance(node, ast.ImportFrom) and not node.level:  # not "from . import"
-            names.append(node.module)
-    return [name.partition(".")[0] for name in names]
-
-
-async def call_user_function(function, *args):
-    """Calls the agent, human or critic, which may be async, with copies, which it may change.
-
-    A function that is not async runs in the event loop, because this keeps batches full and
-    reproducible, until a call has waited, such as for a server. From then on it runs in threads, so
-    that the other episodes continue.
-    """
-    args = private_copy(args)
-    if function in WAITING:
-        loop = asyncio.get_running_loop()
-        result = await loop.run_in_executor(HUMAN_THREADS, function, *args)
-    else:
-        start, cpu_start = time.monotonic(), time.thread_time()
-        result = function(*args)
-        seconds, cpu_seconds = time.monotonic() - start, time.thread_time() - cpu_start
-        if seconds > 0.2 and cpu_seconds < seconds / 10:
-            WAITING.add(function)
-            say(f"{getattr(function, '__name__', function)}() waits ({seconds:.1f} s) and is not "
-                "async: from now on its calls run in threads, many at once")
-    return await result if inspect.isawaitable(result) else result
-
-
-def checked_message(returned):
-    """Returns act()'s text or dict as a dict with `output`; raises an error for anything else."""
-    message = json.loads(json.dumps(returned, allow_nan=False))
-    if isinstance(message, str):
-        return {"output": message}
-    check_shape(message, RECORD["dialogue_history"][0], "act()'s message")
-    if "output" not in message and "content" not in message:
-        raise ValueError("act()'s message has no output")
-    return {"output": message.get("content"), **message}
-
-
-# --- servers --------------------------------------------------------------------------------------
-
-class Endpoint:
-    """A client of an OpenAI-compatible server, which counts replies and tokens in `usage`."""
-    KEYS = ["OPENAI_API_KEY"]  # environment variables; the first that is set has the API key
-    HINT = CHOOSE = ""  # what to do if the server rejects a request, or serves several models
-    has_answered = False
-
-    def __init__(self, url, args, body):
-        """body: fields that all requests share."""
-        import openai
-        os.environ["no_proxy"] = getproxies().get("no", "") + ",localhost,127.0.0.1,::1"
-        self.url, self.body, self.usage = url, body, Counter()
-        base_url, _, query = url.partition("?")  # Azure's addresses end in ?api-version=...
-        self.key_name = next(filter(os.environ.get, self.KEYS), self.KEYS[0])
-        key = api_key(self.key_name)
-        self.client = openai.AsyncOpenAI(
-            base_url=base_url, default_query=dict(parse_qsl(query)), api_key=key,
-            default_headers={"api-key": key} if query else None, max_retries=args.retries,
-            timeout=openai.Timeout(args.timeout, connect=30),
-            http_client=openai.DefaultAsyncHttpxClient(event_hooks={"response": [take_status]}))
-
-    async def find_served_model(self):
-        """Sets body["model"] and max_context. If several models are served, body must name one."""
-        try:
-            reply = await self.client.with_options(max_retries=0).get("/models", cast_to=object)
-            served = {model["id"]: model.get("max_model_len") for model in reply["data"]}
-        except Exception as e:
-            advice = "does the address end in /v1?"
-            if getattr(e, "status_code", None) in (401, 403):
-                advice = f"check the key in {self.key_name}"
-            elif type(e).__name__ in ("APIConnectionError", "APITimeoutError"):
-                advice = "is the server running, and its address right?"
-            fail(f"{self.url} does not list its models ({advice}): {error_text(e)}")
-        name = [*served][0] if len(served) == 1 else self.body.get("model")
-        if name not in served:
-            fail(f"{self.url} serves {', '.join(served) or 'no model'}, not {name}{self.CHOOSE}")
-        self.body["model"], self.max_context = name, served[name] or math.inf
-
-    async def request(self, path, parse, **body):
-        """Posts a request and returns parse(reply), which raises ValueError for an unusable reply.
-
-        EpisodeError: the server rejects this request, but has answered others; else OSError.
-        """
-        rejected = True
-        try:
-            reply = await self.client.post(path, cast_to=object, body={**self.body, **body})
-            self.usage.update(replies=1, **reported_tokens(reply))
-            result = parse(reply)
-            self.has_answered = True
-            return result
-        except (LookupError, TypeError, AttributeError):
-            error = "the reply is not that of an OpenAI-compatible server"
-        except Exception as e:
-            invalid = getattr(e, "status_code", None) in (400, 413, 422)
-            rejected = invalid or isinstance(e, ValueError)
-            error = error_text(e) + (self.HINT if invalid else "")
-        raise (EpisodeError if rejected and self.has_answered else OSError)(f"{self.url}: {error}")
-
-
-def error_text(e):
-    """Returns the type and text of a request's error: the server's words, or its cause."""
-    response = getattr(e, "response", None)
-    words = response.extensions.get("error", e) if response else str(e.__cause__ or "") or e
-    return f"{type(e).__name__}: {' '.join(str(words).split())[:200]}"
-
-
-async def take_status(response):
-    """Sets a response's status to that of an error in its body (OpenRouter), so that it raises."""
-    if response.status_code == 200 and b'"error"' in await response.aread():
-        with contextlib.suppress(LookupError, ValueError, TypeError, AttributeError):
-            body = response.json()
-            if error := body.get("error") or body["choices"][0].get("error"):
-                response.status_code, response.extensions["error"] = 500, error  # if it has no code
-                response.status_code = max(400, int(error["code"]))
-
-
-def reported_tokens(reply):
-    """Returns {"prompt_tokens", "completion_tokens"} of a reply; {} if its server reports none."""
-    usage = reply.get("usage") or {}
-    return {name: usage[name] for name in ("prompt_tokens", "completion_tokens") if usage.get(name)}
-
-
-class ChatModel(Endpoint):
-    """A chat model as the agent or the human, `role`."""
-
-    def __init__(self, role, args, **params):
-        """params: of its requests, unless --agent_params or --human_params says otherwise."""
-        params |= getattr(args, f"{role}_params")
-        body = {name: value for name, value in params.items() if value is not None}
-        super().__init__(getattr(args, role), args, body)
-        flag = f"--{role}_params"
-        self.HINT = f""" ({flag} '{{"NAME": VALUE}}' sets a parameter of requests; null removes it)"""
-        self.CHOOSE = f"""; choose the {role}'s by {flag} '{{"model": "NAME"}}'"""
-
-    async def model_name(self):
-        """Returns the model's name, from the server unless the parameters have it."""
-        if "model" not in self.body and "?" not in self.url:  # Azure's address names it
-            await self.find_served_model()
-        return self.body.get("model")
-
-
-class ChatAgent(ChatModel):
-    """A chat model as the agent, which reads the roles and contents of the dialogue, no more."""
-    KEYS = ["AGENT_API_KEY", "OPENAI_API_KEY"]
-
-    def __init__(self, args):
-        super().__init__("agent", args, temperature=args.temperature, top_p=args.top_p,
-                         max_tokens=args.max_tokens)
-
-    async def act(self, task, history):
-        messages = [{"role": m["role"], "content": m["content"]} for m in history]
-        return await self.request("/chat/completions", chat_message, messages=messages)
-
-
-class ChatHuman(ChatModel):
-    """A chat model as the human, who reads the hidden information and sees web pages."""
-
-    def __init__(self, args):
-        super().__init__("human", args, temperature=0, max_tokens=1024)
-        self.renderer = None  # created for the first page
-
-    async def reply(self, task, history):
-        content = human_prompt(task, history)
-        if environment(task).shows_pages:
-            self.renderer = self.renderer or Renderer(cpus())
-            try:
-                answer = history[-1]["content"]
-                pages = await asyncio.to_thread(self.renderer.render_pair, task, answer)
-            except RenderError as e:
-                return RENDER_FAILED_REPLY.format(e)
-            content = [{"type": "text", "text": content}]
-            for page in pages:
-                url = "data:image/png;base64," + base64.b64encode(page["png"]).decode()
-                content.append({"type": "image_url", "image_url": {"url": url}})
-        text = await self.request("/chat/completions", reply_text,
-                                  messages=[{"role": "user", "content": content}])
-        text, named, both_sides = own_words(text)
-        self.usage.update(named=named, both_sides=both_sides)
-        redacted = text if environment(task).shows_pages else redact(text, task)
-        self.usage["redacted"] += redacted != text
-        return redacted
-
-
-def chat_message(reply):
-    """Returns the message of a chat completion as a dict with `output`, its text without thoughts.
-
-    A truncated message has `cut`, as a sampled one does. Raises ValueError for an empty one.
-    """
-    choice = reply["choices"][0]
-    content = choice["message"]["content"] or ""
-    if isinstance(content, list):  # of parts
-        content = "".join(part.get("text", "") for part in content)
-    # if the server's prompt has opened a thought, the reply has only the end of it, </think>
-    text = without_thinking("<think>" + content if "</think>" in content else content)
-    if not text:
-        raise ValueError(f"the reply is empty, finish_reason {choice.get('finish_reason')}")
-    message = {"output": text}
-    if is_truncated(choice):
-        message["cut"] = True
-    if tokens := reported_tokens(reply).get("completion_tokens"):
-        message["completion_tokens"] = tokens
-    return message
-
-
-def reply_text(reply):
-    """Returns the text of a chat completion; raises ValueError unless it is whole."""
-    message = chat_message(reply)
-    if "cut" in message:
-        raise ValueError("the reply is truncated: allow more tokens, such as by "
-                         """--human_params '{"max_tokens": 4000}'""")
-    return message["output"]
-
-
-# finish_reasons, in lower case, of OpenAI, TGI, Together, Anthropic, Bedrock, Gemini, Cohere
-COMPLETE = "stop", "eos_token", "eos", "end_turn", "stop_sequence", "complete"
-TRUNCATED = "length", "max_tokens", "model_length", "model_context_window_exceeded"
-
-
-def is_truncated(choice):
-    """Returns whether a chat completion's choice is truncated.
-
-    Raises ValueError if it ended for a reason besides its end and a limit of tokens.
-    """
-    reason = choice.get("finish_reason")
-    if reason is None:
-        add_warning("replies came without a finish_reason, and count as complete",
-                    repr(choice["message"]["content"])[:60])
-        return False
-    if str(reason).lower() not in COMPLETE + TRUNCATED:
-        raise ValueError(f"the reply is incomplete, finish_reason {reason} (COMPLETE in collect.py "
-                         "lists those of complete replies)")
-    return str(reason).lower() in TRUNCATED
-
-
-class VllmEngine(Endpoint):
-    """Samples with a vLLM server. Prompts and messages are sent as token ids.
-
-    vLLM takes one seed per request, and seeds message i with seed + i. In another batch the same
-    seed may give other tokens.
-    """
-    KEYS = ["VLLM_API_KEY"]
-
-    def __init__(self, args, stop):
-        super().__init__(args.engine, args, {
-            "model": args.model, "temperature": args.temperature, "top_p": args.top_p, "top_k": 0,
-            "min_p": 0, "repetition_penalty": 1, "stop_token_ids": sorted(stop),
-            "skip_special_tokens": False, "logprobs": 0, "return_token_ids": True})
-
-    async def __call__(self, prompt, keys, max_new):
-        def parse(reply):
-            choices = reply["choices"]
-            if any(c["finish_reason"] not in ("stop", "length") for c in choices):
-                raise ValueError("a message was aborted; the server is shutting down")
-            if len(choices) != len(keys) or not all(c.get("token_ids") for c in choices):
-                raise ValueError("messages or their token_ids are missing; use vLLM 0.10 or newer")
-            return [(c["token_ids"], c["logprobs"]["token_logprobs"]) for c in choices]
-
-        return await self.request("/completions", parse, prompt=prompt, n=len(keys),
-                                  max_tokens=max_new, seed=rng(*keys[0]).getrandbits(31))
+    def check_resumed(self):
+        """Fails if the --resume file's episodes differ in a setting that both sides have."""
+        for name, new in settings(self.meta).items():
+            for old in self.resumed:
+                if old.get(name, new) != new:
+                    fail(f"--resume {self.args.resume} holds episodes with {name} {old[name]}, not "
+                         f"{new}; use the same flags, files and weights, or another file")
 
 
 # --- models in this process -----------------------------------------------------------------------
 
+COMPUTE_THREAD = ThreadPoolExecutor(1)  # runs all models, so that they don't block the event loop
+TREE_TOKENS = 16384  # most tokens per forward of the critic
+
+
 class Batcher:
     """Batches the requests of many coroutines, and computes them in steps.
 
-    If requests are waiting, a step first lets coroutines add more until none does, so that batches
-    are full and reproducible. Then a subclass's compute(new) starts the new requests, and sets the
-    `result` of at least one running request. Steps repeat while any request runs. If compute
-    raises, so does every later submit.
+    In a step, a subclass's compute(new) starts the new requests, and sets the `result` of at least
+    one running request. Steps repeat while there are requests. If compute raises, so does every
+    later submit.
     """
 
     def __init__(self):
         self.waiting, self.running = [], []  # requests
-        self.step = None  # the asyncio task of the step
+        self.step_end = None  # a future for the end of the step, None while there are no requests
 
     async def submit(self, **fields):
         """Returns the result of a request that has these fields."""
         request = SimpleNamespace(result=None, **fields)
         self.waiting.append(request)
+        if self.step_end is None:
+            self.step_end = asyncio.get_running_loop().create_future()
+            self.task = asyncio.create_task(self.run_steps())  # asyncio itself keeps no reference
         while request.result is None:
-            self.step = self.step or asyncio.ensure_future(self.run_step())
-            await self.step
+            await self.step_end
         return request.result
 
-    async def run_step(self):
-        n_waiting = 0  # first, let other coroutines run until none submits anything new
-        while n_waiting != len(self.waiting):
-            n_waiting = len(self.waiting)
-            await asyncio.sleep(0)
-        new = self.admit()
-        self.running += new
-        await asyncio.get_running_loop().run_in_executor(COMPUTE_THREAD, self.compute, new)
-        self.running = [request for request in self.running if request.result is None]
-        self.step = asyncio.ensure_future(self.run_step()) if self.running else None
+    async def run_steps(self):
+        """Runs steps until every request has its result."""
+        loop = asyncio.get_running_loop()
+        while self.waiting or self.running:
+            n_waiting = 0  # full and reproducible batches: let coroutines submit until none does
+            while n_waiting != len(self.waiting):
+                n_waiting = len(self.waiting)
+                await asyncio.sleep(0)
+            new = self.admit()
+            self.running += new
+            try:
+                await loop.run_in_executor(COMPUTE_THREAD, self.compute, new)
+            except Exception as e:
+                self.step_end.set_exception(e)
+                return
+            self.running = [request for request in self.running if request.result is None]
+            ended, self.step_end = self.step_end, loop.create_future()
+            ended.set_result(None)  # wakes all that submitted; those without a result wait on
+        self.step_end = None
 
     def admit(self):
         """Removes and returns the waiting requests that start now."""
@@ -763,49 +491,62 @@ class TransformersEngine(Batcher):
     def compute(self, new):
         """Starts the new requests, then samples a token per action until a request is complete."""
         if new:
-            different = dict.fromkeys(request.prompt for request in new)  # P prompts
-            prompts = dict(zip(different, itertools.count()))  # {prompt: row}
-            padded = pad_sequence([*map(torch.tensor, prompts)], True, -1, "left").to(DEVICE)
-            mask, cache = (padded >= 0).long(), DynamicCache()  # (P, L)
-            positions = (mask.cumsum(1) - 1).clamp(0)  # (P, L)
-            logits = self.lm(input_ids=padded.clamp(0), attention_mask=mask, logits_to_keep=1,
-                             position_ids=positions, **{self.cache_name: cache}).logits[:, 0]
-            actions = [action for request in new for action in request.actions]
-            prompt_of = [prompts[request.prompt] for request in new for _ in request.actions]
-            cache.batch_select_indices(prompt_of)
-            mask = mask[prompt_of]
-            if self.actions:  # join the rows that are running
-                mask = join(self.mask[..., None], mask[..., None])[..., 0]
-                for layer, old in zip(cache.layers, self.cache.layers):
-                    layer.keys = join(old.keys, layer.keys)
-                    layer.values = join(old.values, layer.values)
-            self.actions, self.mask, self.cache = self.actions + actions, mask, cache
-            self.append_tokens(logits, prompt_of, actions)
-        while not (ended := [r for r in self.running if all(a.ended for a in r.actions)]):
-            ids = torch.tensor([[action.ids[-1]] for action in self.actions], device=DEVICE)
-            is_live = torch.tensor([[not a.ended] for a in self.actions], device=DEVICE)
-            self.mask = pad(self.mask, (0, 1), value=1)  # (R, W)
-            # position 0 for ended rows, because their own may exceed the model's maximum
-            positions = (self.mask.sum(1, True) - 1) * is_live  # (R, 1)
-            logits = self.lm(input_ids=ids, attention_mask=self.mask, position_ids=positions,
-                             **{self.cache_name: self.cache}).logits[:, 0]  # (R, V)
-            self.append_tokens(logits, range(len(ids)), self.actions)
+            self.read_prompts(new)
+        ended = []
+        while not ended:
+            ended = [r for r in self.running if all(action.ended for action in r.actions)]
+            if not ended:
+                self.read_last_tokens()
         for request in ended:
             request.result = [(action.ids, action.logps) for action in request.actions]
 
-    def append_tokens(self, logits, rows, actions):
-        """Samples the next token of each action, from its row of logits, if it has not ended.
+    def read_prompts(self, new):
+        """Adds the new requests' rows to the batch, and samples their first tokens."""
+        different = dict.fromkeys(request.prompt for request in new)  # P prompts
+        prompts = {prompt: row for row, prompt in enumerate(different)}
+        padded = pad_sequence([*map(torch.tensor, prompts)], True, -1, "left").to(DEVICE)
+        mask, cache = (padded >= 0).long(), DynamicCache()  # (P, L)
+        positions = (mask.cumsum(1) - 1).clamp(0)  # (P, L)
+        logits = self.lm(input_ids=padded.clamp(0), attention_mask=mask, logits_to_keep=1,
+                         position_ids=positions, **{self.cache_name: cache}).logits[:, 0]
+        actions = [action for request in new for action in request.actions]
+        prompt_of = [prompts[request.prompt] for request in new for _ in request.actions]
+        cache.batch_select_indices(prompt_of)
+        mask = mask[prompt_of]
+        if self.actions:  # join the rows that are running
+            mask = join(self.mask[..., None], mask[..., None])[..., 0]
+            for layer, old in zip(cache.layers, self.cache.layers):
+                layer.keys = join(old.keys, layer.keys)
+                layer.values = join(old.values, layer.values)
+        self.actions, self.mask, self.cache = self.actions + actions, mask, cache
+        self.append_tokens(logits, prompt_of, actions)
 
-        Then drops ended rows of the batch, and padding, once that frees an eighth of it.
-        """
+    def read_last_tokens(self):
+        """Reads the last token of each row, and samples the next one."""
+        ids = torch.tensor([[action.ids[-1]] for action in self.actions], device=DEVICE)
+        is_live = torch.tensor([[not a.ended] for a in self.actions], device=DEVICE)
+        self.mask = pad(self.mask, (0, 1), value=1)  # (R, W)
+        # position 0 for ended rows, because their own may exceed the model's maximum
+        positions = (self.mask.sum(1, True) - 1) * is_live  # (R, 1)
+        logits = self.lm(input_ids=ids, attention_mask=self.mask, position_ids=positions,
+                         **{self.cache_name: self.cache}).logits[:, 0]  # (R, V)
+        self.append_tokens(logits, range(len(ids)), self.actions)
+
+    def append_tokens(self, logits, rows, actions):
+        """Samples the next token of each action, from its row of logits, if it has not ended."""
         live = [(row, action) for row, action in zip(rows, actions) if not action.ended]
         for start in range(0, len(live), 64):  # 64 rows at a time, to bound memory
-            some_rows, some = zip(*live[start:start + 64])
-            token, logp = self.sample(logits[[*some_rows]], [action.rng for action in some])
-            for action, t, p in zip(some, token[:, 0].tolist(), logp[:, 0].tolist()):
+            some = live[start:start + 64]
+            token, logp = self.sample(logits[[row for row, _ in some]],
+                                      [action.rng for _, action in some])
+            for (_, action), t, p in zip(some, token[:, 0].tolist(), logp[:, 0].tolist()):
                 action.ids.append(t)
                 action.logps.append(p)
                 action.ended = t in self.stop or len(action.ids) == action.max_new
+        self.drop_ended_rows()
+
+    def drop_ended_rows(self):
+        """Drops ended rows of the batch, and padding, once that frees an eighth of it."""
         kept = [row for row, action in enumerate(self.actions) if not action.ended]
         first = self.mask[kept].any(0).long().argmax()  # before it, all kept rows have padding
         if self.mask[kept, first:].numel() <= 7 / 8 * self.mask.numel():
@@ -857,19 +598,387 @@ AttentionInterface.register("grouped", grouped_attention)
 AttentionMaskInterface.register("grouped", sdpa_mask)
 
 
-# --- all episodes ---------------------------------------------------------------------------------
+# --- servers --------------------------------------------------------------------------------------
+
+class Endpoint:
+    """A client of an OpenAI-compatible server, which counts replies and tokens in `usage`."""
+    KEYS = ["OPENAI_API_KEY"]  # environment variables; the first that is set has the API key
+    role = None  # of a chat model: "agent" or "human"
+    has_answered = False
+
+    def __init__(self, url, args, body):
+        """body: fields that all requests share."""
+        import openai  # slow
+        # a server on this machine is behind no proxy
+        os.environ["no_proxy"] = getproxies().get("no", "") + ",localhost,127.0.0.1,::1"
+        self.url, self.body, self.usage = url, body, Counter()
+        base_url, _, query = url.partition("?")  # Azure's addresses end in ?api-version=...
+        names = [name for name in self.KEYS if os.environ.get(name)]
+        self.key_name = names[0] if names else self.KEYS[0]
+        key = api_key(self.key_name)
+        self.client = openai.AsyncOpenAI(
+            base_url=base_url, default_query=dict(parse_qsl(query)), api_key=key,
+            default_headers={"api-key": key} if query else None, max_retries=args.retries,
+            timeout=openai.Timeout(args.timeout, connect=30),
+            http_client=openai.DefaultAsyncHttpxClient(event_hooks={"response": [take_status]}))
+
+    async def find_served_model(self):
+        """Sets body["model"] and max_context. If several models are served, body must name one."""
+        try:
+            reply = await self.client.with_options(max_retries=0).get("/models", cast_to=object)
+            served = {model["id"]: model.get("max_model_len") for model in reply["data"]}
+        except Exception as e:
+            advice = "does the address end in /v1?"
+            if getattr(e, "status_code", None) in (401, 403):
+                advice = f"check the key in {self.key_name}"
+            elif type(e).__name__ in ("APIConnectionError", "APITimeoutError"):
+                advice = "is the server running, and its address right?"
+            fail(f"{self.url} does not list its models ({advice}): {error_text(e)}")
+        name = [*served][0] if len(served) == 1 else self.body.get("model")
+        if name not in served:
+            advice = ""
+            if self.role:
+                advice = (f"; choose the {self.role}'s by --{self.role}_params "
+                          """'{"model": "NAME"}'""")
+            fail(f"{self.url} serves {', '.join(served) or 'no model'}, not {name}{advice}")
+        self.body["model"], self.max_context = name, served[name] or math.inf
+
+    async def request(self, path, parse, **body):
+        """Posts a request and returns parse(reply), which raises ValueError for an unusable reply.
+
+        EpisodeError: the server rejects this request, but has answered others; else OSError.
+        """
+        try:
+            reply = await self.client.post(path, cast_to=object, body={**self.body, **body})
+            self.usage.update(replies=1, **reported_tokens(reply))
+            result = parse(reply)
+            self.has_answered = True
+            return result
+        except (LookupError, TypeError, AttributeError):
+            rejected, error = True, "the reply is not that of an OpenAI-compatible server"
+        except Exception as e:
+            is_invalid = getattr(e, "status_code", None) in (400, 413, 422)
+            rejected, error = is_invalid or isinstance(e, ValueError), error_text(e)
+            if is_invalid and self.role:
+                error += (f""" (--{self.role}_params '{{"NAME": VALUE}}' sets a parameter of """
+                          "requests; null removes it)")
+        if rejected and self.has_answered:
+            raise EpisodeError(f"{self.url}: {error}")
+        raise OSError(f"{self.url}: {error}")
+
+
+def error_text(e):
+    """Returns the type and text of a request's error: the server's words, or its cause."""
+    response = getattr(e, "response", None)
+    if response:
+        words = response.extensions.get("error", e)  # see take_status
+    else:
+        words = str(e.__cause__ or "") or e
+    return f"{type(e).__name__}: {' '.join(str(words).split())[:200]}"
+
+
+async def take_status(response):
+    """Sets a response's status to that of an error in its body (OpenRouter), so that it raises."""
+    if response.status_code == 200 and b'"error"' in await response.aread():
+        with contextlib.suppress(LookupError, ValueError, TypeError, AttributeError):
+            body = response.json()
+            if error := body.get("error") or body["choices"][0].get("error"):
+                response.status_code, response.extensions["error"] = 500, error  # if it has no code
+                response.status_code = max(400, int(error["code"]))
+
+
+def reported_tokens(reply):
+    """Returns {"prompt_tokens", "completion_tokens"} of a reply; {} if its server reports none."""
+    usage = reply.get("usage") or {}
+    return {name: usage[name] for name in ("prompt_tokens", "completion_tokens") if usage.get(name)}
+
+
+class VllmEngine(Endpoint):
+    """Samples with a vLLM server. Prompts and messages are sent as token ids.
+
+    vLLM takes one seed per request, and seeds message i with seed + i. In another batch the same
+    seed may give other tokens.
+    """
+    KEYS = ["VLLM_API_KEY"]
+
+    def __init__(self, args, stop):
+        super().__init__(args.engine, args, {
+            "model": args.model, "temperature": args.temperature, "top_p": args.top_p, "top_k": 0,
+            "min_p": 0, "repetition_penalty": 1, "stop_token_ids": sorted(stop),
+            "skip_special_tokens": False, "logprobs": 0, "return_token_ids": True})
+
+    async def __call__(self, prompt, keys, max_new):
+        def parse(reply):
+            choices = reply["choices"]
+            if any(c["finish_reason"] not in ("stop", "length") for c in choices):
+                raise ValueError("a message was aborted; the server is shutting down")
+            if len(choices) != len(keys) or not all(c.get("token_ids") for c in choices):
+                raise ValueError("messages or their token_ids are missing; use vLLM 0.10 or newer")
+            return [(c["token_ids"], c["logprobs"]["token_logprobs"]) for c in choices]
+
+        return await self.request("/completions", parse, prompt=prompt, n=len(keys),
+                                  max_tokens=max_new, seed=rng(*keys[0]).getrandbits(31))
+
+
+class ChatModel(Endpoint):
+    """A chat model as the agent or the human, its `role`."""
+
+    def __init__(self, args, **params):
+        """params: of its requests; --agent_params or --human_params replaces or removes them."""
+        params |= getattr(args, f"{self.role}_params")
+        body = {name: value for name, value in params.items() if value is not None}
+        super().__init__(getattr(args, self.role), args, body)
+
+    async def model_name(self):
+        """Returns the model's name, from the server unless the parameters have it."""
+        if "model" not in self.body and "?" not in self.url:  # Azure's address names it
+            await self.find_served_model()
+        return self.body.get("model")
+
+
+class ChatAgent(ChatModel):
+    """A chat model as the agent, which reads the roles and contents of the dialogue, no more."""
+    KEYS, role = ["AGENT_API_KEY", "OPENAI_API_KEY"], "agent"
+
+    def __init__(self, args):
+        super().__init__(args, temperature=args.temperature, top_p=args.top_p,
+                         max_tokens=args.max_tokens)
+
+    async def act(self, task, history):
+        messages = [{"role": m["role"], "content": m["content"]} for m in history]
+        return await self.request("/chat/completions", chat_message, messages=messages)
+
+
+class ChatHuman(ChatModel):
+    """A chat model as the human, who reads the hidden information and sees web pages."""
+    role = "human"
+
+    def __init__(self, args):
+        super().__init__(args, temperature=0, max_tokens=1024)
+        self.renderer = None  # created for the first page
+
+    async def reply(self, task, history):
+        content = human_prompt(task, history)
+        if environment(task).shows_pages:
+            self.renderer = self.renderer or Renderer(cpus())
+            try:
+                answer = history[-1]["content"]
+                pages = await asyncio.to_thread(self.renderer.render_pair, task, answer)
+            except RenderError as e:
+                return RENDER_FAILED_REPLY.format(e)
+            content = [{"type": "text", "text": content}]
+            for page in pages:
+                url = "data:image/png;base64," + base64.b64encode(page["png"]).decode()
+                content.append({"type": "image_url", "image_url": {"url": url}})
+        text = await self.request("/chat/completions", reply_text,
+                                  messages=[{"role": "user", "content": content}])
+        text, named, both_sides = own_words(text)
+        self.usage.update(named=named, both_sides=both_sides)
+        if environment(task).shows_pages:
+            return text
+        redacted = redact(text, task)
+        self.usage["redacted"] += redacted != text
+        return redacted
+
+
+def chat_message(reply):
+    """Returns the agent's message of a chat completion as a dict; ValueError for an empty one.
+
+    It has `output`, the text without thoughts, and `cut` if truncated, as a sampled one does.
+    """
+    text, cut = completion_text(reply)
+    if not text:
+        raise ValueError("the reply is truncated in its thoughts: allow more tokens, such as by "
+                         "--max_tokens 4000")
+    message = {"output": text}
+    if cut:
+        message["cut"] = True
+    if tokens := reported_tokens(reply).get("completion_tokens"):
+        message["completion_tokens"] = tokens
+    return message
+
+
+def reply_text(reply):
+    """Returns the human's reply of a chat completion; ValueError unless it is whole."""
+    text, cut = completion_text(reply)
+    if cut:
+        raise ValueError("the reply is truncated: allow more tokens, such as by "
+                         """--human_params '{"max_tokens": 4000}'""")
+    return text
+
+
+def completion_text(reply):
+    """Returns (text without thoughts, is truncated) of a chat completion.
+
+    Raises ValueError if it is empty but not truncated, and as is_truncated does.
+    """
+    choice = reply["choices"][0]
+    content = choice["message"]["content"] or ""
+    if isinstance(content, list):  # of parts
+        content = "".join(part.get("text", "") for part in content)
+    # if the server's prompt has opened a thought, the reply has only the end of it, </think>
+    text = without_thinking("<think>" + content if "</think>" in content else content)
+    cut = is_truncated(choice)
+    if not text and not cut:
+        raise ValueError(f"the reply is empty, finish_reason {choice.get('finish_reason')}")
+    return text, cut
+
+
+# finish_reasons, in lower case, of OpenAI, TGI, Together, Anthropic, Bedrock, Gemini, Cohere
+COMPLETE = "stop", "eos_token", "eos", "end_turn", "stop_sequence", "complete"
+TRUNCATED = "length", "max_tokens", "model_length", "model_context_window_exceeded"
+
+
+def is_truncated(choice):
+    """Returns whether a chat completion's choice is truncated.
+
+    Raises ValueError if it ended for a reason that is neither in COMPLETE nor in TRUNCATED.
+    """
+    reason = choice.get("finish_reason")
+    if reason is None:
+        add_warning("replies came without a finish_reason, and count as complete",
+                    repr(choice["message"]["content"])[:60])
+        return False
+    if str(reason).lower() not in COMPLETE + TRUNCATED:
+        raise ValueError(f"the reply is incomplete, finish_reason {reason} (COMPLETE in collect.py "
+                         "lists those of complete replies)")
+    return str(reason).lower() in TRUNCATED
+
+
+# --- files with act(), reply() or advantages() ----------------------------------------------------
+
+USER_THREADS = ThreadPoolExecutor(256)  # run the functions that are in WAITING
+WAITING = set()  # functions that are not async, and of which a call has waited
+
+
+def load_function(file, name):
+    """Returns the function `name` that a Python file defines; it may be async."""
+    sys.path.append(os.path.dirname(os.path.abspath(file)))  # so that it can import its neighbours
+    with fail_on_error(file):
+        check_imports(file)
+        namespace = runpy.run_path(file)
+    return namespace.get(name) or fail(f"{file} defines no {name}()")
+
+
+def check_imports(file):
+    """Raises ValueError if a Python file would import another module instead of its neighbour.
+
+    For example, `import utils` finds our utils.py, which is loaded already. The neighbours that the
+    file imports are checked, too.
+    """
+    folder, files = Path(file).parent, [Path(file)]
+    for importing in files:  # it grows in the loop
+        for name in imported_names(importing):
+            for neighbour in (folder / f"{name}.py", folder / name / "__init__.py"):
+                if neighbour in files or not neighbour.exists():
+                    continue
+                found = importlib.util.find_spec(name).origin or "another folder"
+                if not os.path.exists(found) or not filecmp.cmp(found, neighbour, shallow=False):
+                    raise ValueError(f"`import {name}` in {importing} would find {found}, not "
+                                     f"{neighbour}; rename the latter")
+                if os.path.samefile(found, neighbour):  # else it is a copy of one of our scripts
+                    files.append(neighbour)
+
+
+def imported_names(file):
+    """Returns the top-level names of the modules that a Python file imports, anywhere in it."""
+    names = []
+    for node in ast.walk(ast.parse(file.read_bytes(), str(file))):
+        if isinstance(node, ast.Import):
+            names += [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom) and not node.level:  # not "from . import"
+            names.append(node.module)
+    return [name.partition(".")[0] for name in names]
+
+
+async def call_user_function(function, *args):
+    """Calls the agent, human or critic, which may be async, with copies, which it may change.
+
+    A function that is not async runs in the event loop, because this keeps batches full and
+    reproducible, until a call has waited, such as for a server. From then on it runs in threads, so
+    that the other episodes continue.
+    """
+    args = private_copy(args)
+    if function in WAITING:
+        loop = asyncio.get_running_loop()
+        result = await loop.run_in_executor(USER_THREADS, function, *args)
+    else:
+        start, cpu_start = time.monotonic(), time.thread_time()
+        result = function(*args)
+        seconds, cpu_seconds = time.monotonic() - start, time.thread_time() - cpu_start
+        if seconds > 0.2 and cpu_seconds < seconds / 10:
+            WAITING.add(function)
+            say(f"{getattr(function, '__name__', function)}() waits ({seconds:.1f} s) and is not "
+                "async: from now on its calls run in threads, many at once")
+    if inspect.isawaitable(result):
+        result = await result
+    return result
+
+
+def checked_message(returned):
+    """Returns act()'s text or dict as a dict with `output`; raises an error for anything else."""
+    message = json.loads(json.dumps(returned, allow_nan=False))
+    if isinstance(message, str):
+        return {"output": message}
+    check_shape(message, RECORD["dialogue_history"][0], "act()'s message")
+    if "output" not in message and "content" not in message:
+        raise ValueError("act()'s message has no output")
+    return {"output": message.get("content"), **message}
+
+
+# --- --resume and the settings that it compares ---------------------------------------------------
+
+# flags that are left out of meta, because they change no episode; `candidates` is written as
+# n_candidates
+NOT_IN_META = "given candidates k concurrency resume max_batch_tokens timeout retries".split()
+
+
+def run_meta(args):
+    """Returns what determines episodes: flags, files by their hashes, and the kinds' prompts."""
+    meta = {name: value for name, value in vars(args).items() if name not in NOT_IN_META}
+    prompts = [(ANSWER, OUTPUT, kind.agent_prompt, kind.human_prompt)
+               for kind in ENVIRONMENTS.values()]
+    return meta | {"version": version(), "agent": fingerprint(args.agent),
+                   "human": fingerprint(args.human), "critic": fingerprint(args.critic),
+                   "n_candidates": args.candidates, "prompts": digest(prompts)}
+
+
+def fingerprint(who):
+    """Returns a file's or folder's name with a hash of its content; any other `who` unchanged."""
+    if not who or not os.path.exists(who):
+        return who
+    with fail_on_error(who):
+        content = weights_digest(who) if os.path.isdir(who) else digest(Path(who).read_bytes())
+    return f"{Path(who).name} {content}"
+
 
 def finished_episodes(path, tasks):
     """Returns (file, {(task id, sample): texts}, [settings]) of the --resume file.
 
     Removes a truncated last line, and locks the file until it is closed. tasks: see read_records.
     """
-    done, found = {}, []
+    done, different = {}, []
     with fail_on_error(f"--resume {path}"):
         f = open(path, "rb+")
     with fail_on_error(f"--resume {path} is in use by another run"):
         fcntl.flock(f, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    last = b"".join(deque(f, maxlen=1))  # b"" of an empty file
+    complete_last_line(f)
+    if not os.path.getsize(path):  # read_records would refuse an empty file
+        return f, done, different
+    for r in read_records(f, "sample", source=path, tasks=tasks):
+        done[task_id(r["task"]), r["sample"]] = message_texts(r.get("dialogue_history", ()))
+        meta = r.get("meta", {})
+        meta = settings(meta.get("candidates", meta))  # if add_candidates wrote it
+        if meta not in different:
+            different.append(meta)
+    return f, done, different
+
+
+def complete_last_line(f):
+    """Removes the last line of a file of records if it is truncated, or adds its newline."""
+    last = b""
+    for last in f:
+        pass
     if last.startswith(b"{") and not last.endswith(b"\n"):
         try:
             json.loads(last)
@@ -877,13 +986,6 @@ def finished_episodes(path, tasks):
         except ValueError:
             f.truncate(f.tell() - len(last))
     f.seek(0)
-    for r in read_records(f, "sample", source=path, tasks=tasks) if os.path.getsize(path) else ():
-        done[task_id(r["task"]), r["sample"]] = message_texts(r.get("dialogue_history", ()))
-        meta = r.get("meta", {})
-        meta = settings(meta.get("candidates", meta))  # if add_candidates wrote it
-        if meta not in found:
-            found.append(meta)
-    return f, done, found
 
 
 def read_jobs(args, done, tasks):
@@ -900,15 +1002,11 @@ def read_jobs(args, done, tasks):
         k, start = args.k, 0
         if "dialogue_history" in record:
             k, start = 1, record.get("sample", 0)
-            thinking = record.get("meta", {}).get("thinking")
-            if not args.candidates:
-                fail(f"task {name} already has a dialogue; give --candidates, or remove it")
-            if thinking not in (None, args.thinking):
-                fail(f"task {name} was sampled with --thinking {thinking}; pass that here, too")
+            check_candidates_flags(args, record)
         elif not args.human:
             fail("--human is missing; --help says what it takes")
         else:
-            check_prompts(task, llm_human=args.human.startswith(("http://", "https://")))
+            check_prompts(task, llm_human=is_url(args.human))
         free = (n for n in itertools.count(start) if (name, n) not in taken)
         for sample in itertools.islice(free, k):
             taken.add((name, sample))
@@ -916,6 +1014,15 @@ def read_jobs(args, done, tasks):
             if texts and texts != done.get((name, sample), texts):
                 fail(f"task {name}, sample {sample} has another dialogue in {args.resume}")
             yield record, sample
+
+
+def check_candidates_flags(args, record):
+    """Exits if the flags do not fit a record whose dialogue is to get candidates."""
+    name, thinking = record["task"]["id"], record.get("meta", {}).get("thinking")
+    if not args.candidates:
+        fail(f"task {name} already has a dialogue; give --candidates, or remove it")
+    if thinking not in (None, args.thinking):
+        fail(f"task {name} was sampled with --thinking {thinking}; pass that here, too")
 
 
 def asked_fields(jobs):
@@ -929,6 +1036,81 @@ def asked_fields(jobs):
         if "dialogue_history" not in record:
             asked.setdefault(record["task"]["id"], []).append(sample)
     return {"asked": asked, "asked_hash": digest(sorted(asked.items()))}
+
+
+# --- all episodes ---------------------------------------------------------------------------------
+
+MOST_FAILURES = 16  # in a row; they end the run
+
+
+class Collector:
+    """Runs jobs, (record, sample), at most --concurrency at once, and writes episodes as they end.
+
+    A failed episode is not written, so that --resume runs it again. MOST_FAILURES in a row, not
+    counting EpisodeErrors, end the run: no new episode starts, and the running ones finish first.
+    """
+
+    def __init__(self, runner, jobs, asked, emit):
+        """asked: see asked_fields. emit: writes a record."""
+        self.runner, self.totals, self.emit, self.asked = runner, runner.totals, emit, asked
+        self.jobs, self.n_jobs = deque(jobs), len(jobs)
+        self.error = None  # the one that ends the run
+
+    async def run(self):
+        """Runs the jobs; sets `error` if one of them has ended the run early."""
+        args = self.runner.args
+        await self.runner.load()
+        print_warnings()
+        self.bar = progress(f"episodes of {args.agent or args.model}", total=self.n_jobs,
+                            estimates=False)
+        await asyncio.gather(*(self.worker() for _ in range(args.concurrency)))
+
+    async def worker(self):
+        """Runs jobs sequentially until none is left."""
+        while self.jobs and not self.error:
+            record, sample = self.jobs.popleft()
+            start = time.monotonic()
+            try:
+                fields = await self.new_fields(record, sample)
+            except BaseException as e:  # also SystemExit
+                self.count_failure(e, f"task {record['task']['id']}, sample {sample} failed")
+            else:
+                meta = {**record.get("meta", {}), **fields["meta"]}
+                self.emit({**record, **fields, "meta": meta})
+                self.count_episode(time.monotonic() - start)
+
+    async def new_fields(self, record, sample):
+        """Returns the fields that a job adds to its record."""
+        if "dialogue_history" in record:
+            return await self.runner.add_candidates(record, sample)
+        fields = await self.runner.run_episode(record["task"], sample)
+        fields["meta"] = {**fields["meta"], **self.asked}
+        self.asked.pop("asked", None)  # only the first record has the list, as it may be long
+        return fields
+
+    def count_episode(self, seconds):
+        """Counts an episode that took this long, and advances the progress bar."""
+        self.totals.update(episodes=1, seconds=seconds)
+        self.totals["in_a_row"] = 0
+        left = time_left(self.totals, self.n_jobs, self.runner.args.concurrency)
+        self.bar.set_postfix_str(f"{left} left", refresh=False)
+        self.bar.update()
+
+    def count_failure(self, e, what):
+        """Counts a failed job, and prints why unless this ends the run."""
+        is_expected = isinstance(e, EpisodeError)
+        self.totals.update(failed=1, in_a_row=not is_expected)
+        if not isinstance(e, Exception) or exhausted_memory(e):
+            self.error = self.error or e
+            return
+        show_traceback(e)
+        message = f"{what}: {e}" if is_expected else f"{what}: {type(e).__name__}: {e}"
+        if max(self.totals["in_a_row"], self.totals["human_in_a_row"]) >= MOST_FAILURES:
+            self.error = self.error or SystemExit(
+                f"error: {inline(message)}; it is the {MOST_FAILURES}th failure in a row; rerun "
+                "with --resume FILE to continue")
+        elif self.totals["failed"] <= MOST_FAILURES:
+            say(message)
 
 
 def print_plan(args, jobs):
@@ -953,7 +1135,7 @@ def time_left(totals, n_jobs, concurrency):
 
 
 def print_summary(args, runner, n_done):
-    """Prints what was written, what went wrong, and what the servers report that it has cost.
+    """Prints what was written, what went wrong, and how many tokens the servers report.
 
     n_done: number of episodes in the --resume file.
     """
@@ -962,12 +1144,12 @@ def print_summary(args, runner, n_done):
         percent = 100 * totals["truncated"] / totals["actions"]
         limit = f" at --max_tokens {args.max_tokens}" if args.max_tokens else ""
         facts.append(f"{percent:.1f} % of messages truncated{limit}")
-    faults = {"failed": totals["asked"] - totals["replies"]}  # {what happened: to how many}
+    replies = {"failed": totals["asked"] - totals["replies"]}  # {what happened: how often}
     if "human" in runner.servers:
         usage = runner.servers["human"].usage
-        faults |= {"redacted": usage["redacted"], "began with a speaker's name": usage["named"],
-                   "continued with further speakers": usage["both_sides"]}
-    for what, number in faults.items():
+        replies |= {"redacted": usage["redacted"], "began with a speaker's name": usage["named"],
+                    "continued with further speakers": usage["both_sides"]}
+    for what, number in replies.items():
         if number:
             facts.append(f"{number} of {counted(totals['asked'], 'human reply')} {what}")
     text = f"wrote {counted(totals['episodes'], 'episode')} of {args.agent or args.model}"
@@ -989,70 +1171,24 @@ def counted(number, noun):
 
 
 def main(args):
-    """Runs the episodes of stdin's tasks, writes each as it ends, and prints a summary.
-
-    A failed episode is not written, so that --resume runs it again. The 16th in a row, not counting
-    EpisodeErrors, ends the run: no new episode starts, and the running ones finish first.
-    """
+    """Runs the episodes of stdin's tasks, writes each as it ends, and prints a summary."""
     emit, runner = open_stdout(), EpisodeRunner(args)
     done, tasks = {}, {}
     if args.resume:
         locked, done, runner.resumed = finished_episodes(args.resume, tasks)  # locked until the end
         runner.check_resumed()
-    all_jobs = [*read_jobs(args, done, tasks)]  # an invalid line fails here, before models load
-    jobs = deque(job for job in all_jobs if (job[0]["task"]["id"], job[1]) not in done)
-    asked = asked_fields(all_jobs)
-    totals, errors, n_jobs = runner.totals, [], len(jobs)
-
-    async def worker(bar):
-        while jobs and not errors:
-            record, sample = jobs.popleft()
-            start = time.monotonic()
-            try:
-                if "dialogue_history" in record:
-                    fields = await runner.add_candidates(record, sample)
-                else:
-                    fields = await runner.run_episode(record["task"], sample)
-                    fields["meta"] = {**fields["meta"], **asked}
-                    asked.pop("asked", None)  # as it may be long, only the first record has it
-            except BaseException as e:  # also SystemExit
-                expected = isinstance(e, EpisodeError)
-                why = str(e) if expected else f"{type(e).__name__}: {e}"
-                message = f"task {record['task']['id']}, sample {sample} failed: {why}"
-                totals.update(failed=1, in_a_row=not expected)
-                if not isinstance(e, Exception) or exhausted_memory(e):
-                    errors.append(e)
-                    continue
-                show_traceback(e)
-                if 16 in (totals["in_a_row"], totals["human_in_a_row"]):
-                    errors.append(SystemExit(f"error: {inline(message)}; it is the 16th failure in "
-                                             "a row; rerun with --resume FILE to continue"))
-                elif totals["failed"] <= 16:
-                    say(message)
-                continue
-            emit({**record, **fields, "meta": {**record.get("meta", {}), **fields["meta"]}})
-            totals["episodes"] += 1
-            totals["seconds"] += time.monotonic() - start
-            totals["in_a_row"] = 0
-            left = time_left(totals, bar.total, args.concurrency)
-            bar.set_postfix_str(f"{left} left", refresh=False)
-            bar.update()
-
-    async def run_jobs():
-        await runner.load()
-        print_warnings()
-        bar = progress(f"episodes of {args.agent or args.model}", total=n_jobs, estimates=False)
-        await asyncio.gather(*(worker(bar) for _ in range(args.concurrency)))
-
+    asked_jobs = [*read_jobs(args, done, tasks)]  # an invalid line fails here, before models load
+    jobs = [(record, n) for record, n in asked_jobs if (record["task"]["id"], n) not in done]
+    collector = Collector(runner, jobs, asked_fields(asked_jobs), emit)
     if jobs:
         print_plan(args, jobs)
-        asyncio.run(run_jobs())
+        asyncio.run(collector.run())
     print_warnings()
     print_summary(args, runner, len(done))
-    if errors:
-        raise errors[0]
-    if totals["failed"]:
-        fail(f"{totals['failed']} episodes failed and were not written; --resume FILE reruns them")
+    if collector.error:
+        raise collector.error
+    if n_failed := runner.totals["failed"]:
+        fail(f"{n_failed} episodes failed and were not written; --resume FILE reruns them")
 
 
 if __name__ == "__main__":

@@ -85,9 +85,9 @@ def test_a_message_that_ends_with_its_last_allowed_token_is_whole(tiny_dir):
         return [([9, 9, end], [-1.0] * 3), ([9, 9, 9], [-1.0] * 3), ([9, end], [-1.0] * 2)]
 
     p.engine = engine
-    actions, found = asyncio.run(p.sample_turn(dialogue("write f"), (0, "task", 0, 0), 1))
+    actions, candidates = asyncio.run(p.sample_turn(dialogue("write f"), (0, "task", 0, 0), 1))
     assert most == [3]
-    assert [action.get("cut", False) for action in (*actions, *found["candidates"])] == [
+    assert [action.get("cut", False) for action in (*actions, *candidates)] == [
         False, True, False]
     assert p.totals["truncated"] == 1 and p.totals["actions"] == 3
 

@@ -282,7 +282,10 @@ def test_parameters_change_the_requests_and_choose_the_model(tasks, playing):
 
 
 def test_a_message_without_text_fails_its_episode_and_says_what_to_try(tasks, playing):
-    """Also a thought that does not end. The next episodes run."""
+    """Also a thought that does not end. The next episodes run. Without a finish_reason it is whole.
+
+    More tokens are advised only if they were too few.
+    """
     bad = iter([chat(""), chat(None, "length"), chat("<think>so", "length"),
                 chat("<think>so</think>\n"), chat("which", "content_filter"), chat("which", None)])
     first = [chat("which rate?")]  # before it a bad reply would be the server's fault
@@ -292,10 +295,15 @@ def test_a_message_without_text_fails_its_episode_and_says_what_to_try(tasks, pl
     server = Server(reply)
     flags = ["--agent", server.url, "--max_turns", 1, "--concurrency", 1, "-k", 2]
     played, said, end = playing(tasks, *flags)
-    assert len(played) == 2 and str(end).startswith("error: 6 episodes failed")
-    told = re.findall("failed: .*the reply is empty or may be truncated, finish_reason "
-                      r"(\w+) \(try --agent_params '\{\"max_tokens\": 4000, ", said)
-    assert told == ["stop", "length", "length", "stop", "content_filter", "None"]
+    sent = [agent_messages(r)[0]["content"] for r in played]
+    assert sent == ["which rate?", "which", "which rate?"]
+    assert str(end).startswith("error: 5 episodes failed")
+    empty = "the reply is empty, finish_reason stop"
+    short = ("the reply is truncated in its thoughts: allow more tokens, such as by --max_tokens "
+             "4000")
+    told = re.findall(r"failed: \S+: ValueError: (.*)", said)
+    assert told[:4] == [empty, short, short, empty] and len(told) == 5
+    assert told[4].startswith("the reply is incomplete, finish_reason content_filter ")
 
 
 @pytest.mark.parametrize("agents, humans, want", [

@@ -255,7 +255,8 @@ def test_the_manuals_human_reads_the_dialogue_with_roles_exchanged(tasks, tmp_pa
     server = Server(lambda path, body: chat(f"it is {len(body['messages'])}"))
     monkeypatch.setenv("OPENAI_BASE_URL", server.url)
     monkeypatch.setenv("OPENAI_API_KEY", "sesame")
-    (r,), said, _ = playing(tasks[:1], *PLAY, "--human", tmp_path / "mine.py")
+    flags = ["--max_turns", 3, "--max_tokens", 12]
+    (r,), said, _ = playing(tasks[:1], *flags, "--human", tmp_path / "mine.py")
     history = r["dialogue_history"]
     assert [m["content"] for m in history[2::2]] == ["it is 2", "it is 4"] and "waits" not in said
     system, *others = server.seen[-1][1]["messages"]
