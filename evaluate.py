@@ -22,6 +22,9 @@ An episode that failed has no record. A run's first record lists what the run wa
 is there, the table says how many episodes are missing, and `success_bounds` what success would be
 if none, and if all, of these were solved.
 
+The sections below: systems and the metrics of their episodes; means and intervals, where the
+method is; the table; the notes below it; reading the files, and which episodes are missing.
+
 Left out on purpose: intervals over episodes, which are too narrow because episodes of a task are
 alike; and p-values, because a difference's interval shows its size as well as its significance.
 """
@@ -54,116 +57,44 @@ def get_args(argv=None):
     return p.parse_args(argv)
 
 
-# --- systems --------------------------------------------------------------------------------------
-
-class Episode(NamedTuple):
-    """What identifies an episode of a system."""
-    file: str
-    seed: int
-    task: str
-    sample: int
-
+# --- systems and the metrics of their episodes ----------------------------------------------------
 
 class System:
-    """A system to compare: its name, its files (one per seed), and each task's mean metrics."""
+    """A system to compare, with what is kept of its records. read_system makes one."""
 
-    def __init__(self, name, files, tasks):
-        """tasks: of all systems, see read_records."""
-        self.name, self.files = name, files
-        self.reward_labels, self.graders = set(), set()
-        self.conditions = defaultdict(set)  # {setting: its values as JSON}
-        made_by = {}  # {Episode: settings}
-        found = []  # (Episode, asked_hash) of each record
-        asked_lists = {}  # {asked_hash: {task id: samples}}, see collect.asked_fields
-        metrics = defaultdict(list)  # {task id: [{metric: value} of each episode]}
-        for file, record in read_files(files, tasks):
-            meta, task = record.get("meta", {}), task_id(record["task"])
-            made = settings(meta)
-            episode = Episode(file, made.pop("seed", 0), task, record.get("sample"))
-            if "sample" in record and made_by.setdefault(episode, made) != made:
-                fail(f"{file} has episodes of two systems, such as sample {record['sample']} "
-                     f"of the task {task}: split it (two seeds: NAME=FILE,FILE)")
-            found.append((episode, meta.get("asked_hash")))
-            if {"asked", "asked_hash"} <= meta.keys():
-                asked_lists[meta["asked_hash"]] = meta["asked"]
-            metrics[task].append(episode_metrics(record))
-            self.add_conditions(record, made)
-        self.episodes = len(found)
-        most_k = min(sum("success" in e for e in of_task) for of_task in metrics.values())
-        self.tasks = {task: task_means(metrics[task], most_k) for task in sorted(metrics)}
-        asked = asked_episodes(found, asked_lists)
-        self.missing = self.success_bounds = None  # if it is not known
-        if asked is not None:
-            self.missing = len(asked) - len(found)
-            self.success_bounds = success_bounds(metrics, asked)
+    def __init__(self, name, files):
+        self.name, self.files = name, files  # files: one per seed
+        self.tasks = {}                      # {task id: {metric: mean over its episodes}}
+        self.n_episodes = 0
+        self.missing = None                  # how many episodes are missing; None: not known
+        self.success_bounds = None           # see there
+        self.reward_labels = set()           # such as "tests passed"
+        self.graders = set()                 # what the records' reward_by names
+        self.conditions = defaultdict(set)   # {setting: its values as JSON}
 
-    def add_conditions(self, record, made):
-        """Adds what the record's reward depends on, besides the agent. made: its settings."""
+    def add_conditions(self, record):
+        """Adds what the record's reward depends on, besides the agent."""
         self.reward_labels.add(environment(record["task"]).reward_name)
         if "reward_by" in record:
             self.graders.add(record["reward_by"])
         of_record = {"environment": task_kind(record["task"])}
-        of_record |= {name: made[name] for name in CONDITIONS if name in made}
+        made_with = settings(record.get("meta", {}))
+        of_record |= {name: made_with[name] for name in CONDITIONS if name in made_with}
         for name, value in of_record.items():
             self.conditions[name].add(json.dumps(value, sort_keys=True))
-
-    def means(self, metric, tasks):
-        """Returns a (tasks,) array: the metric's mean of each task, NaN where it has none."""
-        return np.array([self.tasks[task].get(metric, np.nan) for task in tasks])
-
-
-def read_files(files, tasks):
-    """Yields (file, record) of all records of a system. tasks: of all systems, see read_records."""
-    episodes = {}  # of all files, see read_records
-    for path in files:
-        source = "stdin" if path == "-" else path
-        with fail_on_error(source):
-            stream = sys.stdin if path == "-" else open(path, encoding="utf-8")
-        for record in read_records(stream, "dialogue_history", "reward", source=source, tasks=tasks,
-                                   episodes=episodes):
-            yield source, record
-
-
-def asked_episodes(found, asked_lists):
-    """Returns the set of Episodes that collect.py was asked for, or None if it is not known.
-
-    found: (Episode, asked_hash) of each record. It is not known if a record is of another program
-    or an older version, if a run's first record, which has the list, is not there, or if records
-    were changed or doubled.
-    """
-    asked = set()
-    for file, seed, asked_hash in {(e.file, e.seed, asked_hash) for e, asked_hash in found}:
-        if asked_hash not in asked_lists:
-            return None
-        asked |= {Episode(file, seed, task, sample)
-                  for task, samples in asked_lists[asked_hash].items() for sample in samples}
-    episodes = {episode for episode, _ in found}
-    return asked if len(episodes) == len(found) and episodes <= asked else None
-
-
-def success_bounds(metrics, asked):
-    """Returns what success would be if none, and if all, of the missing episodes were solved.
-
-    Like success, these are means over tasks. None if some episodes have no success.
-    """
-    if not all("success" in episode for episode in chain(*metrics.values())):
-        return None
-    n_asked = Counter(episode.task for episode in asked)
-    solved = {task: sum(e["success"] for e in metrics.get(task, ())) for task in n_asked}
-    missing = {task: n_asked[task] - len(metrics.get(task, ())) for task in n_asked}
-    least = fmean(solved[task] / n_asked[task] for task in n_asked)
-    most = fmean((solved[task] + missing[task]) / n_asked[task] for task in n_asked)
-    return [rounded(least), rounded(most)]
 
 
 def episode_metrics(record):
     """Returns {metric: value} of one episode."""
     agent = agent_messages(record)
+    metrics = {"tests_passed": record["reward"]}
+    metrics |= environment(record["task"]).metrics(private_copy(record))
+    metrics["turns"] = len(agent)
     lengths = [len(m["token_ids"]) for m in agent if "token_ids" in m]
     lengths += [m["completion_tokens"] for m in agent if "completion_tokens" in m]
-    own = environment(record["task"]).metrics(private_copy(record))
-    return {"tests_passed": record["reward"], **own,
-            "turns": len(agent), **({"tokens": sum(lengths)} if lengths else {})}
+    if lengths:
+        metrics["tokens"] = sum(lengths)
+    return metrics
 
 
 def task_means(episodes, most_k):
@@ -179,31 +110,40 @@ def task_means(episodes, most_k):
     return means
 
 
-def named_systems(args):
-    """Returns the systems of the command line, named NAME or by file stem (path if ambiguous)."""
-    stems = [os.path.splitext(os.path.basename(arg))[0] for arg in args]
-    systems = {}  # {name: files}
-    for arg, stem in zip(args, stems):
-        name, named, files = arg.partition("=")
-        files = files.split(",")
-        if not named or os.path.exists(arg):  # a file such as runs/lr=1/test.jsonl
-            name, files = stem if stems.count(stem) == 1 else arg, [arg]
-        if not all([name, *files]):
-            fail(f"{arg!r} has an empty name, of the system or a file; write NAME=FILE,FILE")
-        if name in systems:
-            fail(f"two systems are named {name!r}; rename one with NAME=FILE")
-        systems[name] = files
-    tasks = {}
-    return [System("stdin" if name == "-" else name, files, tasks)
-            for name, files in systems.items()]
-
-
-# --- values and intervals -------------------------------------------------------------------------
-
 def metric_names(systems):
     """Returns the names of all systems' metrics, in the order in which they first occur."""
     all_means = chain(*(system.tasks.values() for system in systems))
     return list(dict.fromkeys(chain(*all_means)))
+
+
+# --- means and intervals --------------------------------------------------------------------------
+
+def values_of(system, metric, tasks):
+    """Returns a (tasks,) array: the metric's mean of each task, NaN where it has none."""
+    return np.array([system.tasks[task].get(metric, np.nan) for task in tasks])
+
+
+def minus_first(system, first):
+    """Returns the mean differences from the first system, on the tasks that both have."""
+    common = [task for task in first.tasks if task in system.tasks]
+    gaps = {metric: values_of(system, metric, common) - values_of(first, metric, common)
+            for metric in ("success", "tests_passed")}
+    gaps["wins"] = (1 + np.sign(gaps["tests_passed"].round(9))) / 2  # 0.1 + 0.2 ties 0.3
+    return {"first": first.name, "tasks": len(common), **with_intervals(gaps, shares=["wins"])}
+
+
+def with_intervals(arrays, shares):
+    """Returns {metric: mean, metric_95: interval} of {metric: (tasks,) array}, without NaNs.
+
+    Both are None if there are no values. shares: names of the metrics that are shares.
+    """
+    out = {}
+    for metric, values in arrays.items():
+        values = values[~np.isnan(values)]
+        limits = interval(values, metric in shares)
+        out[metric] = rounded(fmean(values)) if len(values) else None
+        out[f"{metric}_95"] = [rounded(x) for x in limits] if limits else None
+    return out
 
 
 def interval(values, is_share):
@@ -222,70 +162,47 @@ def interval(values, is_share):
     return tuple(np.percentile(means, (2.5, 97.5)))
 
 
-def with_intervals(arrays, shares):
-    """Returns {metric: mean, metric_95: interval} of {metric: (tasks,) array}, without NaNs.
-
-    Both are None if there are no values. shares: names of the metrics that are shares.
-    """
-    out = {}
-    for metric, values in arrays.items():
-        values = values[~np.isnan(values)]
-        limits = interval(values, metric in shares)
-        out[metric] = rounded(fmean(values)) if len(values) else None
-        out[f"{metric}_95"] = [rounded(x) for x in limits] if limits else None
-    return out
-
-
 def rounded(x):
     """Returns a number as it is written: with four digits, and never as -0.0."""
     return round(float(x), 4) + 0.0
 
 
-def result(system, systems, metrics):
-    """Returns the JSON record of a system, with its paired differences from the first one.
+def result(system, first, metrics):
+    """Returns the JSON record of a system, with its differences from the first one.
 
     metrics: the names of all systems' metrics, so that all records have the same fields.
     """
-    values = {metric: system.means(metric, system.tasks) for metric in metrics}
+    values = {metric: values_of(system, metric, system.tasks) for metric in metrics}
     conditions = {name: [json.loads(text) for text in sorted(texts)]
                   for name, texts in system.conditions.items()}
     out = {"system": system.name, "files": system.files, "rewards": sorted(system.reward_labels),
            "reward_by": sorted(system.graders), "conditions": conditions,
-           "episodes": system.episodes, "missing": system.missing,
+           "episodes": system.n_episodes, "missing": system.missing,
            "success_bounds": system.success_bounds, "tasks": len(system.tasks),
            "version": version(),
            **with_intervals(values, shares=[x for x in metrics if x not in COUNTS])}
-    if system is not systems[0]:
-        out["minus_first"] = minus_first(system, systems[0])
+    if system is not first:
+        out["minus_first"] = minus_first(system, first)
     return out
-
-
-def minus_first(system, first):
-    """Returns the differences from the first system, on the tasks that both have."""
-    common = [task for task in first.tasks if task in system.tasks]
-    gaps = {metric: system.means(metric, common) - first.means(metric, common)
-            for metric in ("success", "tests_passed")}
-    gaps["wins"] = (1 + np.sign(gaps["tests_passed"].round(9))) / 2  # 0.1 + 0.2 ties 0.3
-    return {"first": first.name, "tasks": len(common), **with_intervals(gaps, shares=["wins"])}
 
 
 # --- the table ------------------------------------------------------------------------------------
 
-def shows_interval(metric):
-    return metric in ("tests_passed", "success", "wins") or metric.startswith("pass^")
-
-
-def cell(r, metric, sign=""):
-    """Formats a mean of 0.253 with its interval as "25.3 [21.0, 29.6]", and None as "-"."""
-    mean, limits = r[metric], r[f"{metric}_95"]
-    if mean is None:
-        return "-"
-    scale = 1 if metric in COUNTS else 100
-    text = f"{scale * mean:{sign}.1f}"
-    if limits and shows_interval(metric):
-        low, high = (f"{scale * x:{sign}.1f}" for x in limits)
-        text += f" [{low}, {high}]"
-    return text
+def table(results, metrics):
+    """Returns aligned lines of text: column names, and a line per system."""
+    rows = [row(r, results[0], metrics) for r in results]
+    columns = [column for column in dict.fromkeys(chain(*rows))
+               if any(cells.get(column, "-") != "-" for cells in rows)]
+    labels = {label.partition(" ")[0] for r in results for label in r["rewards"]}
+    reward_label = labels.pop() if len(labels) == 1 else "reward"  # e.g. "tests", "likeness"
+    lines = [""] * (1 + len(rows))
+    for column in columns:
+        texts = [column.replace("tests passed", reward_label)]
+        texts += [cells.get(column, "") for cells in rows]
+        width = max(len(text) for text in texts)
+        for i, text in enumerate(texts):
+            lines[i] += text.ljust(width) if column == "system" else "  " + text.rjust(width)
+    return [line.rstrip() for line in lines]
 
 
 def row(r, first, metrics):
@@ -297,11 +214,12 @@ def row(r, first, metrics):
     cells |= {"episodes": str(r["episodes"]), "tasks": str(r["tasks"])}
     if "minus_first" in r:
         gaps = r["minus_first"]
-        of_tasks = f", {gaps['tasks']} tasks"
-        if gaps["tasks"] == 1:
+        if gaps["tasks"] == r["tasks"] == first["tasks"]:
+            of_tasks = ""  # both have just these
+        elif gaps["tasks"] == 1:
             of_tasks = ", 1 task"
-        if gaps["tasks"] == r["tasks"] == first["tasks"]:  # both have just these
-            of_tasks = ""
+        else:
+            of_tasks = f", {gaps['tasks']} tasks"
         cells[f"success - first{of_tasks}"] = cell(gaps, "success", "+")
         cells[f"tests passed - first{of_tasks}"] = cell(gaps, "tests_passed", "+")
         if "success" not in metrics:
@@ -309,46 +227,58 @@ def row(r, first, metrics):
     return cells
 
 
-def table(results, metrics):
-    """Returns aligned lines of text: column names, and a line per system."""
-    rows = [row(r, results[0], metrics) for r in results]
-    columns = [column for column in dict.fromkeys(chain(*rows))
-               if any(cells.get(column, "-") != "-" for cells in rows)]
-    labels = {label.partition(" ")[0] for r in results for label in r["rewards"]}
-    reward_label = labels.pop() if len(labels) == 1 else "reward"  # e.g. "tests", "likeness"
-    texts = [[column.replace("tests passed", reward_label) for column in columns]]
-    texts += [[cells.get(column, "") for column in columns] for cells in rows]
-    widths = [max(map(len, column)) for column in zip(*texts)]
-    return ["  ".join([name.ljust(widths[0]), *map(str.rjust, others, widths[1:])]).rstrip()
-            for name, *others in texts]
+def cell(r, metric, sign=""):
+    """Formats a mean of 0.253 with its interval as "25.3 [21.0, 29.6]", and None as "-"."""
+    mean, limits = r[metric], r[f"{metric}_95"]
+    if mean is None:
+        return "-"
+    scale = 1 if metric in COUNTS else 100
+    text = f"{scale * mean:{sign}.1f}"
+    if limits and shows_interval(metric):
+        low, high = limits
+        text += f" [{scale * low:{sign}.1f}, {scale * high:{sign}.1f}]"
+    return text
 
+
+def shows_interval(metric):
+    return metric in ("tests_passed", "success", "wins") or metric.startswith("pass^")
+
+
+# --- the notes: what the table shows, and what makes a comparison unfair --------------------------
 
 def notes(systems, results, metrics):
-    """Returns lines of notes: what the table shows, and what makes a comparison unfair."""
-    intervals = "[95 % bootstrap intervals over tasks"
-    if any(r[metric] in (0, 1) for r in results for metric in metrics if shows_interval(metric)):
-        intervals += ", exact ones for 0 and 100 %"
-    parts = [intervals + "]"]
+    """Returns the lines below the table."""
     graders = set(chain(*(system.graders for system in systems)))
+    parts = [interval_note(results, metrics)]
     if graders:
         parts.append(f"graded by {joined_names(graders)}")
-    first, *others = systems
-    different = [system for system in others if system.tasks.keys() != first.tasks.keys()]
-    apart = [system for system in different if system.tasks.keys().isdisjoint(first.tasks)]
-    if len(different) > len(apart):
-        parts.append("NOT THE SAME TASKS: compare only the differences")
-    if apart:
-        names = ", ".join(system.name for system in apart)
-        parts.append(f"NO COMMON TASK with {first.name}: {names}")
+    parts += task_notes(systems)
     if not comparable(graders):
         parts.append("NOT COMPARABLE: different graders")
     lines = ["; ".join(parts)]
     if differ := different_conditions(systems):
         lines.append(f"NOT THE SAME CONDITIONS: {', '.join(differ)}")
-    for system in systems:
-        if system.missing:
-            lines.append(missing_note(system))
-    return lines
+    return lines + [missing_note(system) for system in systems if system.missing]
+
+
+def interval_note(results, metrics):
+    shown = [metric for metric in metrics if shows_interval(metric)]
+    if any(r[metric] in (0, 1) for r in results for metric in shown):
+        return "[95 % bootstrap intervals over tasks, exact ones for 0 and 100 %]"
+    return "[95 % bootstrap intervals over tasks]"
+
+
+def task_notes(systems):
+    """Returns notes about the systems that have other tasks than the first one."""
+    first, *others = systems
+    differing = [system for system in others if system.tasks.keys() != first.tasks.keys()]
+    apart = [system.name for system in differing if system.tasks.keys().isdisjoint(first.tasks)]
+    parts = []
+    if len(differing) > len(apart):
+        parts.append("NOT THE SAME TASKS: compare only the differences")
+    if apart:
+        parts.append(f"NO COMMON TASK with {first.name}: {', '.join(apart)}")
+    return parts
 
 
 def different_conditions(systems):
@@ -366,21 +296,126 @@ def different_conditions(systems):
 
 
 def missing_note(system):
-    asked = system.episodes + system.missing
+    asked = system.n_episodes + system.missing
     note = f"{system.name} lacks {system.missing} of its {asked} episodes"
     if system.success_bounds:
-        low, high = (f"{100 * x:.1f}" for x in system.success_bounds)
-        note += f": with them, success would be between {low} and {high} %"
+        low, high = system.success_bounds
+        note += f": with them, success would be between {100 * low:.1f} and {100 * high:.1f} %"
     return note
+
+
+# --- reading the files, and which episodes are missing --------------------------------------------
+
+class Episode(NamedTuple):
+    """What identifies an episode of a system."""
+    file: str
+    seed: int
+    task: str
+    sample: int
+
+
+def named_systems(args):
+    """Returns the systems of the command line, named NAME or by file stem (path if ambiguous)."""
+    stems = [os.path.splitext(os.path.basename(arg))[0] for arg in args]
+    files_of = {}  # {name: files}
+    for arg, stem in zip(args, stems):
+        name, equals, files = arg.partition("=")
+        files = files.split(",")
+        if not equals or os.path.exists(arg):  # a file such as runs/lr=1/test.jsonl
+            name, files = stem if stems.count(stem) == 1 else arg, [arg]
+        if not name or not all(files):
+            fail(f"{arg!r} has an empty name, of the system or a file; write NAME=FILE,FILE")
+        if name in files_of:
+            fail(f"two systems are named {name!r}; rename one with NAME=FILE")
+        files_of[name] = files
+    tasks = {}  # of all systems, see read_records
+    return [read_system("stdin" if name == "-" else name, files, tasks)
+            for name, files in files_of.items()]
+
+
+def read_system(name, files, tasks):
+    """Returns the System of these files. tasks: of all systems, see read_records."""
+    system = System(name, files)
+    episodes = []                # [Episode]
+    settings_of = {}             # {Episode: settings}
+    asked_of = {}                # {asked_hash: {task id: samples}}, see collect.asked_fields
+    runs = set()                 # {(file, seed, asked_hash)}
+    metrics = defaultdict(list)  # {task id: [{metric: value} of each episode]}
+    for file, record in read_files(files, tasks):
+        meta, task = record.get("meta", {}), task_id(record["task"])
+        made_with = settings(meta)
+        episode = Episode(file, made_with.pop("seed", 0), task, record.get("sample"))
+        if "sample" in record and settings_of.setdefault(episode, made_with) != made_with:
+            fail(f"{file} has episodes of two systems, such as sample {record['sample']} "
+                 f"of the task {task}: split it (two seeds: NAME=FILE,FILE)")
+        episodes.append(episode)
+        runs.add((file, episode.seed, meta.get("asked_hash")))
+        if "asked" in meta and "asked_hash" in meta:
+            asked_of[meta["asked_hash"]] = meta["asked"]
+        metrics[task].append(episode_metrics(record))
+        system.add_conditions(record)
+    system.n_episodes = len(episodes)
+    most_k = min(sum("success" in e for e in of_task) for of_task in metrics.values())
+    system.tasks = {task: task_means(metrics[task], most_k) for task in sorted(metrics)}
+    asked = asked_episodes(episodes, runs, asked_of)
+    if asked is not None:
+        system.missing = len(asked) - len(episodes)
+        system.success_bounds = success_bounds(metrics, asked)
+    return system
+
+
+def read_files(files, tasks):
+    """Yields (file, record) of all records of a system. tasks: of all systems, see read_records."""
+    episodes = {}  # of all files, see read_records
+    for path in files:
+        source = "stdin" if path == "-" else path
+        with fail_on_error(source):
+            stream = sys.stdin if path == "-" else open(path, encoding="utf-8")
+        for record in read_records(stream, "dialogue_history", "reward", source=source, tasks=tasks,
+                                   episodes=episodes):
+            yield source, record
+
+
+def asked_episodes(episodes, runs, asked_of):
+    """Returns the set of Episodes that collect.py was asked for, or None if it is not known.
+
+    It is not known if a record is of another program or an older version, if a run's first record,
+    which has the list, is not there, or if records were changed or doubled.
+    """
+    asked = set()
+    for file, seed, asked_hash in runs:
+        if asked_hash not in asked_of:
+            return None
+        for task, samples in asked_of[asked_hash].items():
+            asked |= {Episode(file, seed, task, sample) for sample in samples}
+    if len(set(episodes)) < len(episodes) or not asked.issuperset(episodes):
+        return None
+    return asked
+
+
+def success_bounds(metrics, asked):
+    """Returns what success would be if none, and if all, of the missing episodes were solved.
+
+    Like success, these are means over tasks. None if some episodes have no success.
+    """
+    if not all("success" in episode for episode in chain(*metrics.values())):
+        return None
+    least, most = [], []  # of each task
+    for task, n_asked in Counter(episode.task for episode in asked).items():
+        of_task = metrics.get(task, [])
+        solved = sum(episode["success"] for episode in of_task)
+        least.append(solved / n_asked)
+        most.append((solved + n_asked - len(of_task)) / n_asked)
+    return [rounded(fmean(least)), rounded(fmean(most))]
 
 
 def main(args):
     emit, systems = open_stdout(), named_systems(args.files)
     metrics = metric_names(systems)
-    results = [result(system, systems, metrics) for system in systems]
+    results = [result(system, systems[0], metrics) for system in systems]
     for r in results:
         emit(r)
-    for text in (*table(results, metrics), *notes(systems, results, metrics)):
+    for text in table(results, metrics) + notes(systems, results, metrics):
         say(text)
 
 

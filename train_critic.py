@@ -23,8 +23,8 @@ metrics instead); and a Trainer class: each script has a loop that you can chang
     python train_critic.py --untrained 1 --model runs/base < in.jsonl > scored.jsonl
 """
 # Parse flags before importing torch, so that --help and flag errors are instant.
-from utils import (Log, fail, flag, from_rank_0, init_distributed, lr_at, machine_flags,
-                   open_stdout, parser, rows_of, run, say)
+from utils import (RANK, Log, RunDirectory, fail, flag, init_distributed, kept_and_shared, lr_at,
+                   machine_flags, open_stdout, parser, rows_of, run, say)
 
 import gc
 from itertools import chain
@@ -108,35 +108,41 @@ def batch_loss(args, pairs, logps, ref_logps):
 # --- training and scoring -------------------------------------------------------------------------
 
 def train(args, device):
-    """Trains; returns ([Trajectory] of stdin, the critic, {turn: (L,) pi_ref log-probs})."""
-    log, trajectories = Log(args), []  # trajectories: filled on rank 0 only
-    ref_turn_of, pairs_of, held_out = from_rank_0(lambda: prepare(args, trajectories))
+    """Trains; returns ([Trajectory] of stdin, the critic, {turn: (L,) pi_ref log-probs}).
+
+    Only rank 0 has the trajectories; the others get None.
+    """
+    directory = RunDirectory(args)
+    trajectories, shared = kept_and_shared(lambda: prepare(args))
+    ref_turn_of, pairs_of, held_out = shared
     groups = list(pairs_of.values())
     batches = all_batches(groups, args.batch_size, args.epochs, args.seed)
-    log.begin(groups, held_out, len(batches), tasks=[*pairs_of], **model_facts(args, device))
-    if log.finished:
+    directory.begin(groups, held_out, len(batches), tasks=list(pairs_of),
+                    **model_facts(args, device))
+    if directory.finished:
         return trajectories, *load_critic(args, args.out, ref_turn_of, device)
 
     model, tokenizer = load(args.model, device, args.dtype, args, train=True)
     ref_logps = reference_logps(model, ref_turn_of, args.tree_tokens)
     optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr, betas=(0.9, 0.95),
                                   weight_decay=0.0, fused=True)
-    load_checkpoint(model, optimizer, log)
+    load_checkpoint(model, optimizer, directory)
 
-    for step in log.steps("critic"):
+    log = Log(directory, "critic", len(batches))
+    for step in log.steps():
         batch, tokens_before = batches[step], model.tokens
         logps = action_logps(model, turns_in(batch), args.tree_tokens)  # {turn: (L,)}
         loss, metrics = batch_loss(args, batch, logps, ref_logps)
         lr = lr_at(step, len(batches), args.lr)
         norm = update(model, optimizer, step, loss, lr)
-        log(step=step, loss=loss.item(), **metrics, grad_norm=norm, lr=lr,
-            tokens=model.tokens - tokens_before)
+        log.step_row(step=step, loss=loss.item(), **metrics, grad_norm=norm, lr=lr,
+                     tokens=model.tokens - tokens_before)
         if held_out and ((step + 1) % args.eval_every == 0 or step + 1 == len(batches)):
             # measured after the update; the training row of this step was measured before it
             logps = score(model, turns_in(held_out), args.tree_tokens)
             loss, metrics = batch_loss(args, held_out, logps, ref_logps)
-            log(step=step, held_out_loss=loss.item(),
-                **{f"held_out_{name}": value for name, value in metrics.items()})
+            log.row(step=step, held_out_loss=loss.item(),
+                    **{f"held_out_{name}": value for name, value in metrics.items()})
         if (step + 1) % args.save_every == 0:
             save_checkpoint(model, optimizer, args.out, step + 1)
 
@@ -147,14 +153,13 @@ def train(args, device):
 
 
 def score_only(args, device):
-    """Loads the critic of --score or --untrained; returns what train() returns."""
+    """Loads the critic of --score or --untrained. Returns what train() returns."""
     if args.score is not None:
         trained = finished_flags(args.score, args.model if "model" in args.given else None)
-        for name in vars(trained).keys() - {*args.given, *Log.MAY_CHANGE}:
+        for name in vars(trained).keys() - {*args.given, *RunDirectory.MAY_CHANGE}:
             setattr(args, name, getattr(trained, name))
         args.model = trained.model
-    trajectories = []
-    ref_turn_of = from_rank_0(lambda: read_stdin(args, trajectories))
+    trajectories, ref_turn_of = kept_and_shared(lambda: read_stdin(args))
     return trajectories, *load_critic(args, args.score, ref_turn_of, device)
 
 
@@ -171,9 +176,13 @@ def load_critic(args, folder, ref_turn_of, device):
 
 def main(args):
     emit, device = open_stdout(), init_distributed()
-    prepare_critic = score_only if args.out is None else train
-    trajectories, model, ref_logps = prepare_critic(args, device)
+    if args.score is not None or args.untrained:
+        trajectories, model, ref_logps = score_only(args, device)
+    else:
+        trajectories, model, ref_logps = train(args, device)
     logps = score(model, list(ref_logps), args.tree_tokens, "advantages")
+    if RANK:
+        return
     for t in trajectories:
         for action in chain(*t.actions):
             action.fields.pop("advantage", None)  # left by an earlier critic
@@ -187,10 +196,12 @@ def main(args):
 
 def print_pair_accuracy(args, trajectories, logps, ref_logps):
     """Prints the accuracy on the trajectory pairs of tasks that the critic was not trained on."""
-    folder = args.out or args.score
-    trained_on = {*rows_of(folder)[0].get("tasks", ())} if folder and trajectories else ()
+    trained_on = ()
+    if not args.untrained:
+        trained_on = rows_of(args.out or args.score)[0].get("tasks", ())
+    trained_on = set(trained_on)
     unseen = [t for t in trajectories if "reward" in t.record and t.task not in trained_on]
-    pairs = [*chain(*trajectory_pairs(unseen, args.min_gap).values())]
+    pairs = list(chain(*trajectory_pairs(unseen, args.min_gap).values()))
     if not pairs:
         return
     _, metrics = batch_loss(args, pairs, logps, ref_logps)
@@ -204,23 +215,26 @@ def print_pair_accuracy(args, trajectories, logps, ref_logps):
 
 # --- data -----------------------------------------------------------------------------------------
 
-def read_stdin(args, trajectories, *fields):
-    """Adds stdin's records to trajectories. Returns {turn: the turn that pi_ref reads}."""
-    trajectories += read_trajectories(args, *fields, pi_reads_c=True,
-                                      ref_reads_c=args.ref_context == "hidden")
-    return {action.turn: action.ref_turn for t in trajectories for action in chain(*t.actions)
-            if action.turn}
+def read_stdin(args, *fields):
+    """Returns ([Trajectory] of stdin, {turn: the turn that pi_ref reads})."""
+    trajectories = read_trajectories(args, *fields, pi_reads_c=True,
+                                     ref_reads_c=args.ref_context == "hidden")
+    actions = chain(*(chain(*t.actions) for t in trajectories))
+    return trajectories, {action.turn: action.ref_turn for action in actions if action.turn}
 
 
-def prepare(args, trajectories):
-    """Reads stdin; returns ({turn: pi_ref's turn}, {training task: [Pair]}, held-out [Pair])."""
-    ref_turn_of = read_stdin(args, trajectories, "reward")
+def prepare(args):
+    """Reads stdin. Returns ([Trajectory], what all ranks need to train).
+
+    That is {turn: pi_ref's turn}, {training task: [Pair]} and the held-out [Pair].
+    """
+    trajectories, ref_turn_of = read_stdin(args, "reward")
     pairs_of = trajectory_pairs(trajectories, args.min_gap)
     if not pairs_of:
         fail(why_no_pairs(trajectories, args.min_gap))
     train_tasks, held_tasks = hold_out(pairs_of, args.held_out, args.seed)
-    return (ref_turn_of, {task: pairs_of[task] for task in train_tasks},
-            [pair for task in held_tasks for pair in pairs_of[task]])
+    held_out = [pair for task in held_tasks for pair in pairs_of[task]]
+    return trajectories, (ref_turn_of, {task: pairs_of[task] for task in train_tasks}, held_out)
 
 
 if __name__ == "__main__":

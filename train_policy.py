@@ -19,8 +19,8 @@ Left out on purpose: online sampling (instead, sample a second round with the tr
     python train_policy.py --loss mtdpo --model runs/base --out runs/mtdpo < trajectories.jsonl
 """
 # Parse flags before importing torch, so that --help and flag errors are instant.
-from utils import (Log, add_warning, fail, flag, from_rank_0, init_distributed, lr_at,
-                   machine_flags, open_stdout, parser, print_warnings, rng, run)
+from utils import (Log, RunDirectory, add_warning, fail, flag, from_rank_0, init_distributed,
+                   lr_at, machine_flags, open_stdout, parser, print_warnings, rng, run)
 
 from itertools import chain, cycle, product
 
@@ -122,12 +122,13 @@ def batch_loss(args, pairs, logps, ref_logps):
 
 def main(args):
     emit, device = open_stdout(), init_distributed()
-    log = Log(args)
+    directory = RunDirectory(args)
     groups, held_out, dialogue = from_rank_0(lambda: prepare(args))
     batches = all_batches(groups, args.batch_size, args.epochs, args.seed)
-    log.begin(groups, held_out, len(batches), dialogue=dialogue, **model_facts(args, device))
+    directory.begin(groups, held_out, len(batches), dialogue=dialogue,
+                    **model_facts(args, device))
     summary = {"summary": "train_policy", "out": args.out, "steps": len(batches)}
-    if log.finished:
+    if directory.finished:
         return emit(summary)
 
     model, tokenizer = load(args.model, device, args.dtype, args, train=True)
@@ -136,22 +137,23 @@ def main(args):
         ref_logps = score(model, turns_in(chain(*groups, held_out)), args.tree_tokens, "reference")
     optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr, betas=(0.9, 0.95),
                                   weight_decay=0.0, fused=True)
-    load_checkpoint(model, optimizer, log)
+    load_checkpoint(model, optimizer, directory)
 
-    for step in log.steps("policy"):
+    log = Log(directory, "policy", len(batches))
+    for step in log.steps():
         batch, tokens_before = batches[step], model.tokens
         logps = action_logps(model, turns_in(batch), args.tree_tokens)  # {turn: (L,)}
         loss, metrics = batch_loss(args, batch, logps, ref_logps)
         lr = lr_at(step, len(batches), args.lr)
         norm = update(model, optimizer, step, loss, lr)
-        log(step=step, loss=loss.item(), **metrics, grad_norm=norm, lr=lr,
-            tokens=model.tokens - tokens_before)
+        log.step_row(step=step, loss=loss.item(), **metrics, grad_norm=norm, lr=lr,
+                     tokens=model.tokens - tokens_before)
         if held_out and ((step + 1) % args.eval_every == 0 or step + 1 == len(batches)):
             # measured after the update; the training row of this step was measured before it
             logps = score(model, turns_in(held_out), args.tree_tokens)
             loss, metrics = batch_loss(args, held_out, logps, ref_logps)
-            log(step=step, held_out_loss=loss.item(),
-                **{f"held_out_{name}": value for name, value in metrics.items()})
+            log.row(step=step, held_out_loss=loss.item(),
+                    **{f"held_out_{name}": value for name, value in metrics.items()})
         if (step + 1) % args.save_every == 0:
             save_checkpoint(model, optimizer, args.out, step + 1)
 
@@ -175,24 +177,6 @@ def prepare(args):
     return ([pairs for task, pairs in groups if task not in held_out],
             [pair for task, pairs in groups if task in held_out for pair in pairs],
             example_dialogue(trajectories))
-
-
-def why_no_groups(args, trajectories):
-    """Returns an error message for records of which make_groups makes no pair."""
-    if args.loss == "mtdpo":
-        return why_no_pairs(trajectories, args.min_gap)
-    candidates = [c for t in trajectories for _, *actions in t.actions for c in actions]
-    if args.loss == "rft" and by_task(trajectories):
-        why = "no trajectory is solved (--all 1 trains on all of them)"
-    elif args.loss == "rft" or candidates and not any(c.turn for c in candidates):
-        why = "all are too long for --max_length or --model"
-    elif not candidates:
-        why = "there are no candidates (collect.py --candidates 16; --loss mtdpo needs none)"
-    elif not any("advantage" in c.fields for c in candidates):
-        why = "no candidate has an advantage, as train_critic.py adds it"
-    else:
-        why = "no turn has two candidates of different scores, the better one complete"
-    return f"nothing to train on in {len(trajectories)} records: {why}"
 
 
 def make_groups(args, trajectories):
@@ -250,6 +234,24 @@ def candidate_pairs(args, candidates):
     rng("pairs", args.seed, *(c.turn[1] for c in ranked)).shuffle(pairs)
     distinct = {pair[:2]: pair for pair in pairs if pair.chosen != pair.rejected}
     return list(distinct.values())[:args.pairs_per_turn]
+
+
+def why_no_groups(args, trajectories):
+    """Returns an error message for records of which make_groups makes no pair."""
+    if args.loss == "mtdpo":
+        return why_no_pairs(trajectories, args.min_gap)
+    candidates = [c for t in trajectories for _, *actions in t.actions for c in actions]
+    if args.loss == "rft" and by_task(trajectories):
+        why = "no trajectory is solved (--all 1 trains on all of them)"
+    elif args.loss == "rft" or candidates and not any(c.turn for c in candidates):
+        why = "all are too long for --max_length or --model"
+    elif not candidates:
+        why = "there are no candidates (collect.py --candidates 16; --loss mtdpo needs none)"
+    elif not any("advantage" in c.fields for c in candidates):
+        why = "no candidate has an advantage, as train_critic.py adds it"
+    else:
+        why = "no turn has two candidates of different scores, the better one complete"
+    return f"nothing to train on in {len(trajectories)} records: {why}"
 
 
 if __name__ == "__main__":

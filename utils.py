@@ -1,4 +1,16 @@
-"""Shared by all scripts: flags, messages, signals, JSON lines, ranks, --out directories.
+"""Shared by all scripts.
+
+    flags            get_args() of each script is a list of flag(...), see there
+    training         Log: metrics.jsonl and the progress bar; the learning rate
+    --out            RunDirectory: what resumes, and what must not have changed
+    ranks            the processes that torchrun starts
+    records          reading and writing JSON lines
+    messages         warnings, progress bars
+    errors           one line for bad input, a traceback for a mistake in code, out of memory
+    the program      Ctrl-C, closed streams
+    hashes           also seeded randomness, and the version of the scripts
+
+A reader of the method needs only the section on training: the others are what any program has.
 
 Left out on purpose: config files, because the first row of a run's metrics.jsonl has its flags; and
 experiment trackers, because each run's metrics are a file (wandb.diff also sends them to one).
@@ -36,29 +48,25 @@ HERE = os.path.dirname(os.path.abspath(__file__))
 RANK = int(os.environ.get("RANK") or 0)  # torchrun sets both; without it this is rank 0 of 1
 WORLD = int(os.environ.get("WORLD_SIZE") or 1)
 WARNINGS = {}  # {what: [example]}
-# Errors that mean a mistake in code, such as in an edit, and not bad data. RuntimeError: torch
-# raises it for tensors that do not fit together.
-CODE_ERRORS = (NameError, AttributeError, TypeError, LookupError, AssertionError, ArithmeticError,
-               RuntimeError)
-LOWER_FOR_MEMORY = "tree_tokens", "max_batch_tokens", "concurrency"
-SHOWN = set()  # (file, line) of the errors whose traceback show_traceback has printed
-# {variable: its value if srun or mpirun started one process}; SLURM_NTASKS is also a batch script's
-SINGLE = {"SLURM_PROCID": 0, "SLURM_STEP_NUM_TASKS": 1, "OMPI_COMM_WORLD_SIZE": 1, "PMI_SIZE": 1}
 if WORLD > 1:  # a slow import, needed only to communicate
     import torch.distributed as dist
 
 
 # --- flags ----------------------------------------------------------------------------------------
 
+class StoreGiven(argparse.Action):
+    """Stores a flag's value, and in args.given that the flag was given, {name: its default}."""
+
+    def __call__(self, parser, args, value, option_string=None):
+        setattr(args, self.dest, value)
+        args.given[self.dest] = self.default
+
+
 class Parser(argparse.ArgumentParser):
-    """Prints errors on rank 0 only. args.given has the given flags, {name: default}."""
+    """Prints errors on rank 0 only."""
 
     def parse_args(self, argv=None):
-        args = super().parse_args(argv)
-        words = sys.argv[1:] if argv is None else argv
-        names = [word[2:].partition("=")[0] for word in words if word.startswith("--")]
-        args.given = {name: self.get_default(name) for name in names}
-        return args
+        return super().parse_args(argv, argparse.Namespace(given={}))
 
     def refuse_unused(self, args, holds):
         """Exits if a flag is given that has no effect. holds: {a flag's `only`: whether it is so}.
@@ -79,36 +87,18 @@ class Parser(argparse.ArgumentParser):
 def parser(doc, usage, parallel=False):
     """Returns a Parser whose --help shows a script's docstring; flags can't be abbreviated.
 
-    Exits if this is one of several processes that torchrun has not started or, if the script is
-    not `parallel`, that it has.
+    parallel: whether torchrun may start several processes of the script, see refuse_processes.
     """
-    names = "RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"
-    if not 0 <= RANK < WORLD or WORLD > 1 and not all(map(os.environ.get, names)):
-        values = ", ".join(f"{name}={os.environ.get(name, '')}" for name in names)
-        fail(f"the environment has {values}: let torchrun set all of these, or unset them all")
-    if WORLD > 1 and not parallel:
-        message = f"{WORLD} processes were started, but this script is one: leave out torchrun"
-        if RANK:
-            end_after_rank_0(message)
-        fail(message)
-    for name in SINGLE if "RANK" not in os.environ else ():
-        if int(os.environ.get(name) or 0) > SINGLE[name]:
-            fail(f"{name}={os.environ[name]}: several processes were started, each of which would "
-                 f"do all the work; start one{' torchrun per node' * parallel}, or unset {name}")
+    refuse_processes(parallel)
     form = functools.partial(argparse.RawDescriptionHelpFormatter, max_help_position=36, width=110)
     return Parser(description=doc, usage=usage, formatter_class=form, allow_abbrev=False)
 
 
-def end_after_rank_0(message):
-    """Waits 5 s, so that rank 0 prints the error and torchrun ends this rank; then exits."""
-    time.sleep(5)
-    sys.exit(f"rank {RANK}: {message}")
-
-
 def flag(p, name, default, text, kind=str, least=0, most=math.inf, only=None, **more):
-    """Adds a flag of its default's type, else `kind`; numbers must be in [least, most].
+    """Adds a flag. Its type is that of the default, or `kind` if the default is None.
 
-    only: where it has an effect, such as "with --loss dpo": for --help and refuse_unused().
+    Numbers must be in [least, most]. only: where the flag has an effect, such as "with --loss dpo",
+    for --help and refuse_unused().
     """
     if only:
         text += f" ({only})"
@@ -124,8 +114,10 @@ def flag(p, name, default, text, kind=str, least=0, most=math.inf, only=None, **
     read.__name__ = kind.__name__  # for argparse's "invalid int value"
     if kind is not str and "choices" not in more:
         more["metavar"] = "N"
-    p.add_argument(name if name.startswith("-") else "--" + name, type=read, default=default,
-                   help=text, **more).only = only
+    if not name.startswith("-"):
+        name = "--" + name
+    p.add_argument(name, action=StoreGiven, type=read, default=default, help=text,
+                   **more).only = only
 
 
 def machine_flags(p):
@@ -144,317 +136,225 @@ def machine_flags(p):
     flag(g, "save_every", 100, "steps between checkpoints", least=1, only="with --out")
 
 
-# --- messages and errors --------------------------------------------------------------------------
+# --- training: metrics.jsonl and the learning rate ------------------------------------------------
 
-def inline(message):
-    """Replaces unprintable characters, so that data in a message can't inject terminal escapes."""
-    return "".join(c if c.isprintable() else "?" for c in str(message))
+class Log:
+    """The rows of a run that is trained, for metrics.jsonl and stderr; all ranks must have one."""
+
+    def __init__(self, directory, label, total):
+        """directory: the RunDirectory. label, total: the progress bar's label and last step."""
+        self.directory, self.label = directory, label
+        self.last_step, self.total = directory.step, total
+
+    def steps(self):
+        """Yields the remaining steps, counted from 0, while a bar shows the progress."""
+        self.bar = progress(self.label, total=self.total, initial=self.last_step)
+        for step in range(self.last_step, self.total):
+            self.began, self.last_step = time.monotonic(), step + 1
+            yield step
+        self.bar.close()
+
+    def step_row(self, tokens, **row):
+        """Writes the metrics of a step, and how long it took. tokens: how many on this rank."""
+        row["tokens"] = int(sum_over_ranks(tokens))
+        seconds = time.monotonic() - self.began
+        row |= {"seconds": round(seconds, 4), "tokens_per_second": round(row["tokens"] / seconds)}
+        if RANK == 0:
+            self.directory.append(row)
+            self.bar.set_postfix(row, refresh=False)
+            self.bar.update()
+
+    def row(self, **row):
+        """Writes other metrics, and prints them."""
+        if RANK == 0:
+            self.directory.append(row)
+            say(f"{self.label}: {', '.join(f'{name} {value}' for name, value in row.items())}")
+
+    def finish(self):
+        """Writes the last row, and removes the checkpoints, as the model is in --out."""
+        self.row(finished=self.last_step)
+        drop_checkpoints(self.directory.out)
 
 
-def say(message):
-    """Prints one line to stderr, on rank 0 only."""
-    if RANK == 0:
-        print_to_stderr(inline(message))
+def lr_at(step, steps, peak):
+    """Returns the learning rate of a 0-based step: linear warm-up to `peak`, cosine to a tenth."""
+    warmup = max(round(0.03 * steps), min(3, steps // 3))
+    if step < warmup:
+        return peak * (step + 1) / warmup
+    done = (step - warmup) / (steps - warmup)
+    return peak * (0.1 + 0.45 * (1 + math.cos(math.pi * done)))
 
 
-def print_to_stderr(text):
-    """Prints lines to stderr by a single write, so that those of several processes do not mix."""
-    write = tqdm.write if sys.stderr.isatty() else print  # keeps progress bars intact
-    with contextlib.suppress(OSError):  # a full disk under stderr must not end the work
-        write(text + "\n", file=sys.stderr, end="")
+# --- the --out directory of a run -----------------------------------------------------------------
 
+class RunDirectory:
+    """The directory --out of a training run, which it locks; it also has copies of the scripts.
 
-def fail(message):
-    """Exits with a one-line error message on stderr and status 1."""
-    raise SystemExit(f"error: {inline(message)}")
-
-
-def add_warning(what, example):
-    """Collects a warning about the data; print_warnings prints one line per kind."""
-    WARNINGS.setdefault(what, []).append(example)
-
-
-def print_warnings():
-    """Prints how often each kind of warning was added, with its first example, and resets."""
-    for what, examples in WARNINGS.items():
-        say(f"{len(examples)} {what} (the first: {examples[0]})")
-    WARNINGS.clear()
-
-
-@contextlib.contextmanager
-def fail_on_error(what, parses=False):
-    """Turns an exception inside into the message "error: WHAT: reason".
-
-    A code error (CODE_ERRORS) also shows its traceback, unless the code inside `parses` a file or
-    reply of others, where bad data raises such errors, too. Out of memory: see memory_errors.
+    rows: those of metrics.jsonl, [] in a new run; the first one has all flags. step: that of the
+    last checkpoint, from which a run resumes. A run that is resumed, or that is only read because
+    it is `finished`, must have the same scripts, flags and data as this command.
     """
-    try:
-        yield
-    except (SystemExit, GeneratorExit):
-        raise
-    except BaseException as e:  # torch's CheckpointException does not subclass Exception
-        if exhausted_memory(e):
-            raise
-        if not parses:
-            show_traceback(e)
-        last_line = str(e).strip().rpartition("\n")[2].strip()
-        if isinstance(e, CODE_ERRORS):
-            last_line = f"{type(e).__name__}: {last_line}"
-        fail(f"{what}: {getattr(e, 'strerror', None) or last_line or type(e).__name__}")
+    MAY_CHANGE = ["out", "tree_tokens", "recompute", "compile", "offload", "save_every",
+                  "eval_every", "model", "given"]  # of the model, begin() compares the weights
 
+    def __init__(self, args):
+        self.args, self.out = args, args.out
+        self.path = os.path.join(args.out, "metrics.jsonl")
+        self.rows, self.step = from_rank_0(self.lock_and_read)
+        self.finished = any("finished" in row for row in self.rows)
+        if self.rows:
+            self.compare_scripts_and_flags()
 
-def show_traceback(e):
-    """Prints the traceback of a code error, on any rank, but only one per line of code."""
-    frames = traceback.extract_tb(e.__traceback__)
-    place = frames[-1].filename, frames[-1].lineno
-    if not isinstance(e, CODE_ERRORS) or place in SHOWN:
-        return
-    SHOWN.add(place)
-    text = "Traceback (most recent call last):\n" + "".join(traceback.format_list(frames))
-    print_to_stderr(text + inline(f"{type(e).__name__}: {e}"))
+    def lock_and_read(self):
+        """Locks --out. Returns (rows of metrics.jsonl, step of the last checkpoint)."""
+        out = self.out
+        with fail_on_error(f"--out {out or repr(out)}"):
+            os.makedirs(out, exist_ok=True)
+            self.lock = os.open(out, os.O_RDONLY)
+        with fail_on_error(f"--out {out} is in use by another run"):
+            fcntl.flock(self.lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        if not set(os.listdir(out)) - {"metrics.jsonl.part"}:
+            return [], 0  # new, or killed before its first row
+        with fail_on_error(f"{self.path} is damaged; choose another --out to start over",
+                           parses=True):
+            rows = rows_of(out)
+        if not rows:
+            fail(f"--out {out} exists and is not a run: choose another")
+        names = glob.glob("checkpoint-*", root_dir=out)
+        steps = [name.removeprefix("checkpoint-") for name in names]
+        return rows, max([int(step) for step in steps if step.isdecimal()], default=0)
 
+    def compare_scripts_and_flags(self):
+        """Exits if the run in --out is of other scripts or flags."""
+        if changed := changed_scripts(self.out):
+            self.refuse(f"another {changed}", f"run its own copies (python {self.out}/NAME.py)")
+        old = [row for row in self.rows if "args" in row][-1]["args"]
+        for name, new in vars(self.args).items():
+            if name in old:
+                was = old[name]
+            elif name in self.args.given:  # a flag that the run's scripts did not have
+                was = self.args.given[name]  # its default
+            else:
+                was = new
+            if was != new and name not in self.MAY_CHANGE:
+                self.refuse(f"--{name} {was}, not {new}", "repeat its command")
 
-def exhausted_memory(e):
-    """Returns what an error says is exhausted, such as "GPU memory", or None for other errors."""
-    text = str(e)
-    if isinstance(e, MemoryError) or getattr(e, "errno", None) == errno.ENOMEM:
-        return "CPU memory"
-    if not isinstance(e, RuntimeError):
-        return None
-    if "DefaultCPUAllocator" in text or "Cannot allocate memory" in text:
-        return "CPU memory"
-    if "can't start new thread" in text:
-        return "CPU memory or threads"
-    if "out of memory" in text or "ALLOC_FAILED" in text:  # torch's, cuBLAS', cuDNN's, NCCL's
-        return "GPU memory"
-    return None
+    def compare_facts(self, facts):
+        """Exits if the run in --out has other data, steps, weights or precision."""
+        of_name = {"dtype": "another --dtype", "model_weights": "a --model of other weights"}
+        for name, new in facts.items():
+            if name in self.rows[0] and self.rows[0][name] != new:  # older versions logged fewer
+                self.refuse(of_name.get(name, "other data than stdin"),
+                            "repeat its command with its data")
 
+    def refuse(self, difference, remedy):
+        """Exits because the run in --out has this difference from the command."""
+        if self.finished and hasattr(self.args, "score"):
+            remedy += f", score with it by --score {self.out}"
+        fail(f"the run in {self.out} has {difference}: {remedy}, or choose another --out")
 
-@contextlib.contextmanager
-def memory_errors(args):
-    """Turns running out of memory into one message: which memory, where, and which flags help.
+    def begin(self, groups, held_out, steps, **facts):
+        """Writes the first row, or checks that the run in --out has the same facts and pairs.
 
-    Also if this happened to another rank, which has ended, so that communication fails here.
-    """
-    try:
-        yield
-    except Exception as e:
-        if WORLD > 1 and "closed by peer" in str(e):  # gloo's words
-            fail("another rank has ended: see its error")
-        memory = exhausted_memory(e)
-        if not memory:
-            raise
-        where = ""  # the last function of the scripts in the traceback, except in this file
-        for frame in traceback.extract_tb(e.__traceback__):
-            folder, file = os.path.split(os.path.abspath(frame.filename))
-            if folder == HERE and file != "utils.py":
-                where = f" in {frame.name} ({file})"
-        asked = re.search(r"ried to allocate ([\d.]+ \w+)", str(e))
-        wanted = f", which tried to allocate {asked[1]}" if asked else ""
-        fail(f"out of {memory}{where}{wanted}{memory_advice(vars(args), memory)}")
-
-
-def memory_advice(flags, memory):
-    """Returns ": try ..." with the flags that save memory. flags: {name: value} of the script."""
-    on_gpu = memory == "GPU memory"
-    advice = [f"a lower --{name} (now {flags[name]})" for name in LOWER_FOR_MEMORY if name in flags]
-    recompute = flags.get("recompute")
-    if flags.get("out") and (recompute == 0 or recompute is None and not on_gpu):
-        advice.append("--recompute 1")
-    if on_gpu and flags.get("offload") == 0:
-        advice += ["--offload 1", "more GPUs"]
-    return f": try {', '.join(advice)}" if advice else ""
-
-
-@contextlib.contextmanager
-def writing(path):
-    """Writes a file or directory atomically: yields path + ".part", and renames it at the end.
-
-    On an error the program exits, and `path` is unchanged. All ranks may write to a directory if
-    the code inside ends with a barrier.
-    """
-    part = path + ".part"
-    with fail_on_error(f"{path} can't be written"):
-        try:
-            yield part
-            if RANK == 0:
-                os.replace(part, path)
-        except BaseException:
-            shutil.rmtree(part, ignore_errors=True)  # if it is a directory
-            with contextlib.suppress(OSError):
-                os.remove(part)  # if it is a file
-            raise
-
-
-def progress(label, items=None, total=None, initial=0, estimates=True):
-    """Returns a tqdm bar, over items or updated by hand, that only rank 0 shows.
-
-    estimates: whether tqdm estimates the time left; else the caller does, as the bar's postfix.
-    """
-    every, form = 0.1, None if estimates else "{l_bar}{bar}| {n_fmt}/{total_fmt}{postfix}"
-    if not sys.stderr.isatty():  # a line every 10 seconds instead of a bar
-        left = ", {remaining} left" if estimates else ""
-        every, form = 10, "{desc}: {n_fmt} of {total_fmt}" + left + "{postfix}\n"
-    return tqdm(items, total=total, initial=initial, desc=label, disable=RANK > 0,
-                leave=every == 10, mininterval=every, delay=every, bar_format=form,
-                file=sys.stderr, position=0)
-
-
-# --- the program and its signals ------------------------------------------------------------------
-
-def open_standard_streams():
-    """Opens /dev/null in place of closed standard streams, so that no file gets their numbers.
-
-    If stdout is closed, sys.stdout stays None, and open_stdout exits.
-    """
-    for fd in range(3):
-        try:
-            os.fstat(fd)
-        except OSError:  # it is closed, so it is the number of the next file
-            os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)
-    sys.stdin = sys.stdin or open(0)
-    sys.stderr = sys.stderr or open(2, "w")
-
-
-def end_at_ctrl_c():
-    """Lets Ctrl-C kill this process by SIGINT: no traceback, and a shell's loop stops, too."""
-    if signal.getsignal(signal.SIGINT) == signal.default_int_handler:  # not ignored, as after a &
-        signal.signal(signal.SIGINT, signal.SIG_DFL)
-
-
-open_standard_streams()
-if os.path.dirname(os.path.abspath(sys.argv[0])) == HERE:  # one of the scripts is run
-    end_at_ctrl_c()  # already now, since libraries take seconds to load
-
-
-def run(main, args):
-    """Calls main(args), which Ctrl-C kills."""
-    end_at_ctrl_c()
-    try:
-        with memory_errors(args):
-            main(args)
-    except SystemExit as e:
-        if RANK:
-            end_after_rank_0(e.code)
-        raise
-    finally:
-        if WORLD == 1 or sys.exc_info()[0] is None:  # else other ranks may be waiting
-            torch = sys.modules.get("torch")  # not every script imports it
-            if torch and torch.distributed.is_initialized():
-                torch.distributed.destroy_process_group()  # prevents a warning of NCCL
-
-
-# --- JSON lines and other input -------------------------------------------------------------------
-
-def api_key(variable):
-    """Returns the API key in an environment variable, without spaces around it, or "none"."""
-    key = os.environ.get(variable, "").strip() or "none"
-    if wrong := [c for c in key if not "!" <= c <= "~"]:
-        fail(f"the API key in {variable} has the character {wrong[0]!r}, which no key has: copy it "
-             "again")
-    return key
-
-
-def refuse_pointer(start, path):
-    """Exits if a file, of which these are the first bytes, is a pointer of Git LFS."""
-    if start.startswith(b"version https://git-lfs"):
-        fail(f"{path} is only a pointer of Git LFS: run `git lfs pull` in the clone it is from")
-
-
-def finite(text):
-    """Parses a JSON number; raises ValueError for NaN, Infinity and 1e999."""
-    if not math.isfinite(float(text)):
-        raise ValueError(f"{text} is not a finite number")
-    return float(text)
-
-
-def unique_keys(pairs):
-    """Returns the dict of a JSON object's [(key, value)]; ValueError if a key comes twice."""
-    values = dict(pairs)
-    if len(values) < len(pairs):
-        [(key, count)] = Counter(key for key, _ in pairs).most_common(1)
-        raise ValueError(f"the key {key!r} occurs {count} times in one object; keep one of them")
-    return values
-
-
-def parse_json(text):
-    """Returns the value of a JSON text; ValueError for NaN, 1e999 or a key that occurs twice."""
-    return json.loads(text, object_pairs_hook=unique_keys, parse_float=finite,
-                      parse_constant=finite)
-
-
-def private_copy(data):
-    """Returns a deep copy of JSON data, for the user's code, which may change what it gets.
-
-    pickle is five times as fast as copy.deepcopy.
-    """
-    return pickle.loads(pickle.dumps(data))
-
-
-def read_lines(stream, name="stdin"):
-    """Yields (number, line) of each line but blank ones; exits if there is none.
-
-    Lines are bytes, and may not be UTF-8.
-    """
-    is_empty = True
-    if stream is sys.stdin and stream.isatty():
-        say("reading records from the terminal; for a file use < FILE, and Ctrl-D ends the input")
-    for number, line in enumerate(getattr(stream, "buffer", stream), 1):
-        if line.strip():
-            refuse_pointer(line, name)
-            is_empty = False
-            yield number, line
-    if is_empty:
-        fail(f"{name} is empty; did the previous stage fail?")
-
-
-def read_jsonl(stream, name="stdin"):
-    """Yields (place, object) of each line but blank ones; a line that is not JSON is an error."""
-    for number, line in read_lines(stream, name):
-        place = f"{name}, line {number}"
-        try:
-            record = parse_json(line)
-            if b"\\ud" in line.lower() or b"\xed" in line:  # it may hold a surrogate
-                # replace lone surrogates, which a model may sample: UTF-8 can't encode them
-                text = json.dumps(record, ensure_ascii=False).encode("utf-16", "surrogatepass")
-                record = parse_json(text.decode("utf-16", "replace"))
-        except (ValueError, RecursionError) as e:
-            fail(f"{place}: not JSON ({e}); every line must be one JSON object")
-        if not isinstance(record, dict):
-            fail(f"{place}: not a JSON object")
-        yield place, record
-
-
-def open_stdout():
-    """Reserves stdout for records, and returns emit(record), which writes a line of JSON.
-
-    Redirects library prints to stderr, so call this before they load. Only rank 0 writes. Exits if
-    stdout is closed or can't be written; if its reader has closed it (`| head`), silently and by
-    SIGPIPE, as other programs do, so that a pipe with `set -o pipefail` fails.
-    """
-    if sys.stdout is None:
-        fail("stdout is closed; redirect it to a file or a pipe")
-    stdout = open(os.dup(1), "w", encoding="ascii")
-    os.dup2(2, 1)
-
-    def emit(record):
+        groups: [[Pair]] to train on; held_out: held-out [Pair]. The row stores their hash.
+        """
         if RANK:
             return
-        try:
-            stdout.write(json.dumps(record, allow_nan=False) + "\n")
-            stdout.flush()
-        except ValueError:
-            fail("a result is NaN or infinite; check the weights of the model")
-        except BrokenPipeError:  # Python ignores SIGPIPE, so that a closed socket is an exception
-            signal.signal(signal.SIGPIPE, signal.SIG_DFL)
-            signal.raise_signal(signal.SIGPIPE)
-        except OSError as e:
-            say(f"error: stdout: {e.strerror}")
-            os._exit(1)
-    return emit
+        pairs = list(chain(*groups))
+        facts = {"steps": steps, "pairs": len(pairs), "held_out_pairs": len(held_out),
+                 "pairs_hash": digest([digest(tuple(pair)) for pair in chain(pairs, held_out)]),
+                 **facts}
+        if self.rows:
+            self.compare_facts(facts)
+        if self.finished:
+            drop_checkpoints(self.out)  # a kill may have left some
+            return say(f"{self.out} is already trained with these scripts, flags and data; choose "
+                       "another --out to train again")
+        hint = ": training signal will be weak" if len(pairs) < 50 or steps < 30 else ""
+        unit = "pairs" if any(pair.rejected for pair in pairs) else "trajectories"
+        say(f"{len(pairs)} {unit}, {steps} steps{hint}")
+        self.write_first_row(facts)
+        with fail_on_error(f"{self.out} can't be written"):
+            for name in glob.glob("*.py", root_dir=HERE):
+                copy = os.path.join(self.out, name)
+                if not os.path.exists(copy):  # keep those of the first start
+                    shutil.copy(os.path.join(HERE, name), copy)
+
+    def write_first_row(self, facts):
+        """Writes metrics.jsonl anew: its rows before self.step, then a row about this start."""
+        first = {"args": vars(self.args), "argv": sys.argv, "cwd": os.getcwd(),
+                 "version": version(), "world": WORLD, **facts}
+        if self.rows:
+            first = {"resumed": self.step, **first}
+        rows = [row for row in self.rows if row.get("step", -1) < self.step]
+        with writing(self.path) as part, open(part, "w") as f:
+            f.writelines(json.dumps(row) + "\n" for row in (*rows, first))
+        self.file = open(self.path, "a", buffering=1)
+
+    def append(self, row):
+        """Appends a row to metrics.jsonl."""
+        with fail_on_error(f"{self.path} can't be written"):
+            self.file.write(json.dumps(row) + "\n")
+
+
+def changed_scripts(out):
+    """Names those of the running scripts that differ from the copies in a run's directory."""
+    running = {*sys.modules, os.path.basename(sys.argv[0]).removesuffix(".py")}
+    ours = [name for name in glob.glob("*.py", root_dir=HERE) if name[:-3] in running]
+    _, changed, _ = filecmp.cmpfiles(HERE, out, ours, shallow=False)
+    return ", ".join(sorted(changed))
+
+
+def rows_of(out):
+    """Returns the rows of a run's metrics.jsonl, [] if there is none."""
+    path = os.path.join(out, "metrics.jsonl")
+    if not os.path.exists(path):
+        return []
+    with open(path) as f:  # a kill may cut the last line
+        rows = [json.loads(line) for line in f if line.endswith("}\n")]
+    return rows if rows and "args" in rows[0] else []
+
+
+def drop_checkpoints(out, keep=None):
+    """Removes all checkpoints in `out`, partial ones too, except that of step `keep`."""
+    if RANK == 0:
+        for name in glob.glob("checkpoint-*", root_dir=out):
+            step = name.removeprefix("checkpoint-").removesuffix(".part")
+            if step.isdecimal() and name != f"checkpoint-{keep}":
+                shutil.rmtree(os.path.join(out, name))
 
 
 # --- ranks ----------------------------------------------------------------------------------------
+
+# {variable: its value if srun or mpirun started one process}; SLURM_NTASKS is also a batch script's
+SINGLE = {"SLURM_PROCID": 0, "SLURM_STEP_NUM_TASKS": 1, "OMPI_COMM_WORLD_SIZE": 1, "PMI_SIZE": 1}
+
+
+def refuse_processes(parallel):
+    """Exits if this is one of several processes, except a `parallel` script's by torchrun."""
+    names = "RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"
+    if not 0 <= RANK < WORLD or WORLD > 1 and not all(os.environ.get(name) for name in names):
+        values = ", ".join(f"{name}={os.environ.get(name, '')}" for name in names)
+        fail(f"the environment has {values}: let torchrun set all of these, or unset them all")
+    if WORLD > 1 and not parallel:
+        message = f"{WORLD} processes were started, but this script is one: leave out torchrun"
+        if RANK:
+            end_after_rank_0(message)
+        fail(message)
+    if "RANK" in os.environ:
+        return  # torchrun's
+    start = "one torchrun per node" if parallel else "one"
+    for name, value in SINGLE.items():
+        if int(os.environ.get(name) or 0) > value:
+            fail(f"{name}={os.environ[name]}: several processes were started, each of which would "
+                 f"do all the work; start {start}, or unset {name}")
+
+
+def end_after_rank_0(message):
+    """Waits 5 s, so that rank 0 prints the error and torchrun ends this rank; then exits."""
+    time.sleep(5)
+    sys.exit(f"rank {RANK}: {message}")
+
 
 def init_distributed():
     """Initializes the process group, of one rank without torchrun; returns the torch.device."""
@@ -494,182 +394,362 @@ def barrier():
 
 def from_rank_0(make):
     """Returns make() of rank 0, or raises its SystemExit, on all ranks; only rank 0 calls it."""
+    return kept_and_shared(lambda: (None, make()))[1]
+
+
+def kept_and_shared(make):
+    """Returns (kept, shared) = make() on rank 0, and (None, shared) on all others.
+
+    Only rank 0 calls make(). If that exits, all ranks do.
+    """
     if WORLD == 1:
         return make()
     # create the group first: creating it times out after an hour, and make() may take longer
     group = dist.new_group(backend="gloo", timeout=timedelta(days=30))
-    result = [None]
+    kept, shared = None, None
     if RANK == 0:
         try:
-            result = [make()]
+            kept, shared = make()
         except SystemExit as e:
-            result = [e]
-    dist.broadcast_object_list(result, src=0, group=group)
-    if isinstance(result[0], SystemExit):
-        raise result[0]
-    return result[0]
+            shared = e
+    to_all = [shared]
+    dist.broadcast_object_list(to_all, src=0, group=group)
+    if isinstance(to_all[0], SystemExit):
+        raise to_all[0]
+    return kept, to_all[0]
 
 
-# --- the --out directory of a run -----------------------------------------------------------------
+# --- records: JSON lines from stdin or a file to stdout -------------------------------------------
 
-class Log:
-    """A run in --out: locks it, and writes metrics.jsonl and copies of the scripts.
+def read_jsonl(stream, name="stdin"):
+    """Yields (place, object) of each line but blank ones; a line that is not JSON is an error."""
+    for number, line in read_lines(stream, name):
+        place = f"{name}, line {number}"
+        try:
+            record = parse_json(line)
+            if b"\\ud" in line.lower() or b"\xed" in line:  # it may hold a surrogate
+                record = without_surrogates(record)
+        except (ValueError, RecursionError) as e:
+            fail(f"{place}: not JSON ({e}); every line must be one JSON object")
+        if not isinstance(record, dict):
+            fail(f"{place}: not a JSON object")
+        yield place, record
 
-    A new run starts at `step` 0. A run that --out holds must have the same scripts, flags and data:
-    it resumes at the `step` of its last checkpoint, or is only read if it is `finished`. The first
-    row of metrics.jsonl has all flags.
+
+def read_lines(stream, name):
+    """Yields (number, line) of each line but blank ones, as bytes; exits if there is none."""
+    is_empty = True
+    if stream is sys.stdin and stream.isatty():
+        say("reading records from the terminal; for a file use < FILE, and Ctrl-D ends the input")
+    for number, line in enumerate(getattr(stream, "buffer", stream), 1):
+        if line.strip():
+            refuse_pointer(line, name)
+            is_empty = False
+            yield number, line
+    if is_empty:
+        fail(f"{name} is empty; did the previous stage fail?")
+
+
+def without_surrogates(record):
+    """Replaces lone surrogates, which a model may sample, because UTF-8 can't encode them."""
+    text = json.dumps(record, ensure_ascii=False).encode("utf-16", "surrogatepass")
+    return parse_json(text.decode("utf-16", "replace"))
+
+
+def finite(text):
+    """Parses a JSON number; raises ValueError for NaN, Infinity and 1e999."""
+    if not math.isfinite(float(text)):
+        raise ValueError(f"{text} is not a finite number")
+    return float(text)
+
+
+def unique_keys(pairs):
+    """Returns the dict of a JSON object's [(key, value)]; ValueError if a key comes twice."""
+    values = dict(pairs)
+    if len(values) < len(pairs):
+        [(key, count)] = Counter(key for key, _ in pairs).most_common(1)
+        raise ValueError(f"the key {key!r} occurs {count} times in one object; keep one of them")
+    return values
+
+
+def parse_json(text):
+    """Returns the value of a JSON text; ValueError for NaN, 1e999 or a key that occurs twice."""
+    return json.loads(text, object_pairs_hook=unique_keys, parse_float=finite,
+                      parse_constant=finite)
+
+
+def refuse_pointer(start, path):
+    """Exits if a file, of which these are the first bytes, is a pointer of Git LFS."""
+    if start.startswith(b"version https://git-lfs"):
+        fail(f"{path} is only a pointer of Git LFS: run `git lfs pull` in the clone it is from")
+
+
+def open_stdout():
+    """Reserves stdout for records, and returns emit(record), which writes a line of JSON.
+
+    Redirects library prints to stderr, so call this before they load. Only rank 0 writes. Exits if
+    stdout is closed or can't be written; if its reader has closed it (`| head`), silently and by
+    SIGPIPE, as other programs do, so that a pipe with `set -o pipefail` fails.
     """
-    MAY_CHANGE = ["out", "tree_tokens", "recompute", "compile", "offload", "save_every",
-                  "eval_every", "model", "given"]  # of the model, begin() compares the weights
+    if sys.stdout is None:
+        fail("stdout is closed; redirect it to a file or a pipe")
+    stdout = open(os.dup(1), "w", encoding="ascii")
+    os.dup2(2, 1)
 
-    def __init__(self, args):
-        self.args, self.out = args, args.out
-        self.path = os.path.join(args.out, "metrics.jsonl")
-        self.rows, self.step = from_rank_0(self.lock_and_read)
-        self.finished = any("finished" in row for row in self.rows)
-        if not self.rows:
-            return
-        if changed := changed_scripts(self.out):
-            self.refuse(f"another {changed}", f"run its own copies (python {self.out}/NAME.py)")
-        old = [row for row in self.rows if "args" in row][-1]["args"]
-        for name, new in vars(args).items():
-            was = old.get(name, args.given.get(name, new))  # a run without this flag: its default
-            if was != new and name not in self.MAY_CHANGE:
-                self.refuse(f"--{name} {was}, not {new}", "repeat its command")
-
-    def refuse(self, what, instead):
-        """Exits because the run in --out has `what`, unlike this command. instead: what to do."""
-        if self.finished and hasattr(self.args, "score"):
-            instead += f", score with it by --score {self.out}"
-        fail(f"the run in {self.out} has {what}: {instead}, or choose another --out")
-
-    def lock_and_read(self):
-        """Locks --out. Returns (rows of metrics.jsonl, step of the last checkpoint)."""
-        out = self.out
-        with fail_on_error(f"--out {out or repr(out)}"):
-            os.makedirs(out, exist_ok=True)
-            self.lock = os.open(out, os.O_RDONLY)
-        with fail_on_error(f"--out {out} is in use by another run"):
-            fcntl.flock(self.lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        if not set(os.listdir(out)) - {"metrics.jsonl.part"}:
-            return [], 0  # new, or killed before its first row
-        with fail_on_error(f"{self.path} is damaged; choose another --out to start over",
-                           parses=True):
-            rows = rows_of(out)
-        if not rows:
-            fail(f"--out {out} exists and is not a run: choose another")
-        names = glob.glob("checkpoint-*", root_dir=out)
-        steps = [name.removeprefix("checkpoint-") for name in names]
-        return rows, max([int(step) for step in steps if step.isdecimal()], default=0)
-
-    def begin(self, groups, held_out, steps, **facts):
-        """Writes the first row, or checks that the run in --out has the same facts and pairs.
-
-        groups: [[Pair]] to train on; held_out: held-out [Pair]. The row stores their hash.
-        """
-        self.total = steps
+    def emit(record):
         if RANK:
             return
-        pairs = sum(map(len, groups))
-        facts = {"steps": steps, "pairs": pairs, "held_out_pairs": len(held_out),
-                 "pairs_hash": digest([digest(tuple(pair)) for pair in chain(*groups, held_out)]),
-                 **facts}
-        for name in facts if self.rows else ():
-            if self.rows[0].get(name, facts[name]) != facts[name]:  # older versions logged fewer
-                what = {"dtype": "another --dtype", "model_weights": "a --model of other weights"}
-                what = what.get(name, "other data than stdin")
-                self.refuse(what, "repeat its command with its data")
-        if self.finished:
-            drop_checkpoints(self.out)  # a kill may have left some
-            return say(f"{self.out} is already trained with these scripts, flags and data; choose "
-                       "another --out to train again")
-        hint = ": training signal will be weak" if pairs < 50 or steps < 30 else ""
-        unit = "pairs" if any(pair.rejected for pair in chain(*groups)) else "trajectories"
-        say(f"{pairs} {unit}, {steps} steps{hint}")
-        first = {"args": vars(self.args), "argv": sys.argv, "cwd": os.getcwd(),
-                 "version": version(), "world": WORLD, **facts}
-        if self.rows:
-            first = {"resumed": self.step, **first}
-        rows = [row for row in self.rows if row.get("step", -1) < self.step]
-        with writing(self.path) as part, open(part, "w") as f:
-            f.writelines(json.dumps(row) + "\n" for row in (*rows, first))
-        self.file = open(self.path, "a", buffering=1)
-        with fail_on_error(f"{self.out} can't be written"):
-            for name in glob.glob("*.py", root_dir=HERE):
-                copy = os.path.join(self.out, name)
-                if not os.path.exists(copy):  # keep those of the first start
-                    shutil.copy(os.path.join(HERE, name), copy)
-
-    def steps(self, what):
-        """Yields the remaining steps. what: the label of the progress bar."""
-        self.what = what
-        self.bar = progress(what, total=self.total, initial=self.step)
-        for step in range(self.step, self.total):
-            self.began, self.step = time.monotonic(), step + 1  # finish() logs the last step
-            yield step
-        self.bar.close()
-
-    def __call__(self, **row):
-        """Appends a row to metrics.jsonl and shows its numbers. All ranks must call this."""
-        is_step = "tokens" in row  # the number on this rank; a step is timed and advances the bar
-        if is_step:
-            row["tokens"] = int(sum_over_ranks(row["tokens"]))
-            seconds = time.monotonic() - self.began
-            row |= {"seconds": round(seconds, 4),
-                    "tokens_per_second": round(row["tokens"] / seconds)}
-        if RANK:
-            return
-        with fail_on_error(f"{self.path} can't be written"):
-            self.file.write(json.dumps(row) + "\n")
-        if is_step:
-            self.bar.set_postfix(row, refresh=False)
-            self.bar.update()
-        else:
-            say(f"{self.what}: {', '.join(f'{name} {value}' for name, value in row.items())}")
-
-    def finish(self):
-        """Adds the last row, and removes the checkpoints, as the model is in --out."""
-        self(finished=self.step)
-        drop_checkpoints(self.out)
+        try:
+            stdout.write(json.dumps(record, allow_nan=False) + "\n")
+            stdout.flush()
+        except ValueError:
+            fail("a result is NaN or infinite; check the weights of the model")
+        except BrokenPipeError:  # Python ignores SIGPIPE, so that a closed socket is an exception
+            signal.signal(signal.SIGPIPE, signal.SIG_DFL)
+            signal.raise_signal(signal.SIGPIPE)
+        except OSError as e:
+            say(f"error: stdout: {e.strerror}")
+            os._exit(1)
+    return emit
 
 
-def changed_scripts(out):
-    """Names those of the running scripts that differ from the copies in a run's directory."""
-    running = {*sys.modules, os.path.basename(sys.argv[0]).removesuffix(".py")}
-    ours = [name for name in glob.glob("*.py", root_dir=HERE) if name[:-3] in running]
-    _, changed, _ = filecmp.cmpfiles(HERE, out, ours, shallow=False)
-    return ", ".join(sorted(changed))
+def private_copy(data):
+    """Returns a deep copy of JSON data, for the user's code, which may change what it gets.
+
+    pickle is five times as fast as copy.deepcopy.
+    """
+    return pickle.loads(pickle.dumps(data))
 
 
-def rows_of(out):
-    """Returns the rows of a run's metrics.jsonl, [] if there is none."""
-    path = os.path.join(out, "metrics.jsonl")
-    if not os.path.exists(path):
-        return []
-    with open(path) as f:  # a kill may cut the last line
-        rows = [json.loads(line) for line in f if line.endswith("}\n")]
-    return rows if rows and "args" in rows[0] else []
+def api_key(variable):
+    """Returns the API key in an environment variable, without spaces around it, or "none"."""
+    key = os.environ.get(variable, "").strip() or "none"
+    if wrong := [c for c in key if not "!" <= c <= "~"]:
+        fail(f"the API key in {variable} has the character {wrong[0]!r}, which no key has: copy it "
+             "again")
+    return key
 
 
-def drop_checkpoints(out, keep=None):
-    """Removes all checkpoints in `out`, partial ones too, except that of step `keep`."""
+# --- messages -------------------------------------------------------------------------------------
+
+def inline(message):
+    """Replaces unprintable characters, so that data in a message can't inject terminal escapes."""
+    return "".join(c if c.isprintable() else "?" for c in str(message))
+
+
+def say(message):
+    """Prints one line to stderr, on rank 0 only."""
     if RANK == 0:
-        for name in glob.glob("checkpoint-*", root_dir=out):
-            step = name.removeprefix("checkpoint-").removesuffix(".part")
-            if step.isdecimal() and name != f"checkpoint-{keep}":
-                shutil.rmtree(os.path.join(out, name))
+        print_to_stderr(inline(message))
 
 
-def lr_at(step, steps, peak):
-    """Returns the learning rate of a 0-based step: linear warm-up to `peak`, cosine to a tenth."""
-    warmup = max(round(0.03 * steps), min(3, steps // 3))
-    if step < warmup:
-        return peak * (step + 1) / warmup
-    done = (step - warmup) / (steps - warmup)
-    return peak * (0.1 + 0.45 * (1 + math.cos(math.pi * done)))
+def print_to_stderr(text):
+    """Prints lines to stderr by a single write, so that those of several processes do not mix."""
+    write = tqdm.write if sys.stderr.isatty() else print  # keeps progress bars intact
+    with contextlib.suppress(OSError):  # a full disk under stderr must not end the work
+        write(text + "\n", file=sys.stderr, end="")
 
 
-# --- randomness, hashes, versions -----------------------------------------------------------------
+def add_warning(what, example):
+    """Collects a warning about the data; print_warnings prints one line per kind."""
+    WARNINGS.setdefault(what, []).append(example)
+
+
+def print_warnings():
+    """Prints how often each kind of warning was added, with its first example, and resets."""
+    for what, examples in WARNINGS.items():
+        say(f"{len(examples)} {what} (the first: {examples[0]})")
+    WARNINGS.clear()
+
+
+def progress(label, items=None, total=None, initial=0, estimates=True):
+    """Returns a tqdm bar, over items or updated by hand, that only rank 0 shows.
+
+    estimates: whether tqdm estimates the time left; else the caller does, as the bar's postfix.
+    """
+    how = {"mininterval": 0.1, "delay": 0.1, "leave": False}
+    if not estimates:
+        how["bar_format"] = "{l_bar}{bar}| {n_fmt}/{total_fmt}{postfix}"
+    if not sys.stderr.isatty():  # a line every 10 seconds instead of a bar
+        left = ", {remaining} left" if estimates else ""
+        how = {"mininterval": 10, "delay": 10, "leave": True,
+               "bar_format": "{desc}: {n_fmt} of {total_fmt}" + left + "{postfix}\n"}
+    return tqdm(items, total=total, initial=initial, desc=label, disable=RANK > 0,
+                file=sys.stderr, position=0, **how)
+
+
+# --- errors ---------------------------------------------------------------------------------------
+
+# Errors that mean a mistake in code, such as in an edit, and not bad data. RuntimeError: torch
+# raises it for tensors that do not fit together.
+CODE_ERRORS = (NameError, AttributeError, TypeError, LookupError, AssertionError, ArithmeticError,
+               RuntimeError)
+SHOWN = set()  # (file, line) of the errors whose traceback show_traceback has printed
+
+
+def fail(message):
+    """Exits with a one-line error message on stderr and status 1."""
+    raise SystemExit(f"error: {inline(message)}")
+
+
+@contextlib.contextmanager
+def fail_on_error(what, parses=False):
+    """Turns an exception inside into the message "error: WHAT: reason".
+
+    A code error (CODE_ERRORS) also shows its traceback, unless the code inside `parses` a file or
+    reply of others, where bad data raises such errors, too. Out of memory: see memory_errors.
+    """
+    try:
+        yield
+    except (SystemExit, GeneratorExit):
+        raise
+    except BaseException as e:  # torch's CheckpointException does not subclass Exception
+        if exhausted_memory(e):
+            raise
+        if not parses:
+            show_traceback(e)
+        fail(f"{what}: {reason_of(e)}")
+
+
+def reason_of(e):
+    """Returns an exception's message in one line."""
+    last_line = str(e).strip().rpartition("\n")[2].strip()
+    if isinstance(e, CODE_ERRORS):
+        return f"{type(e).__name__}: {last_line}"
+    if getattr(e, "strerror", None):  # an OSError's, without its number and file
+        return e.strerror
+    return last_line or type(e).__name__
+
+
+def show_traceback(e):
+    """Prints the traceback of a code error, on any rank, but only one per line of code."""
+    frames = traceback.extract_tb(e.__traceback__)
+    place = frames[-1].filename, frames[-1].lineno
+    if not isinstance(e, CODE_ERRORS) or place in SHOWN:
+        return
+    SHOWN.add(place)
+    text = "Traceback (most recent call last):\n" + "".join(traceback.format_list(frames))
+    print_to_stderr(text + inline(f"{type(e).__name__}: {e}"))
+
+
+@contextlib.contextmanager
+def writing(path):
+    """Writes a file or directory atomically: yields path + ".part", and renames it at the end.
+
+    On an error the program exits, and `path` is unchanged. All ranks may write to a directory if
+    the code inside ends with a barrier.
+    """
+    part = path + ".part"
+    with fail_on_error(f"{path} can't be written"):
+        try:
+            yield part
+            if RANK == 0:
+                os.replace(part, path)
+        except BaseException:
+            shutil.rmtree(part, ignore_errors=True)  # if it is a directory
+            with contextlib.suppress(OSError):
+                os.remove(part)  # if it is a file
+            raise
+
+
+def exhausted_memory(e):
+    """Returns what an error says is exhausted, such as "GPU memory", or None for other errors."""
+    text = str(e)
+    if isinstance(e, MemoryError) or getattr(e, "errno", None) == errno.ENOMEM:
+        return "CPU memory"
+    if not isinstance(e, RuntimeError):
+        return None
+    if "DefaultCPUAllocator" in text or "Cannot allocate memory" in text:
+        return "CPU memory"
+    if "can't start new thread" in text:
+        return "CPU memory or threads"
+    if "out of memory" in text or "ALLOC_FAILED" in text:  # torch's, cuBLAS', cuDNN's, NCCL's
+        return "GPU memory"
+    return None
+
+
+@contextlib.contextmanager
+def memory_errors(args):
+    """Turns running out of memory into one message: which memory, where, and which flags help.
+
+    Also if this happened to another rank, which has ended, so that communication fails here.
+    """
+    try:
+        yield
+    except Exception as e:
+        if WORLD > 1 and "closed by peer" in str(e):  # gloo's words
+            fail("another rank has ended: see its error")
+        memory = exhausted_memory(e)
+        if not memory:
+            raise
+        asked = re.search(r"ried to allocate ([\d.]+ \w+)", str(e))
+        wanted = f", which tried to allocate {asked[1]}" if asked else ""
+        fail(f"out of {memory}{place_in_scripts(e)}{wanted}{memory_advice(vars(args), memory)}")
+
+
+def place_in_scripts(e):
+    """Returns " in FUNCTION (FILE)": where in the scripts, except this one, the error arose."""
+    place = ""
+    for frame in traceback.extract_tb(e.__traceback__):  # innermost last
+        folder, file = os.path.split(os.path.abspath(frame.filename))
+        if folder == HERE and file != "utils.py":
+            place = f" in {frame.name} ({file})"
+    return place
+
+
+def memory_advice(flags, memory):
+    """Returns ": try ..." with the flags that save memory. flags: {name: value} of the script."""
+    on_gpu = memory == "GPU memory"
+    advice = [f"a lower --{name} (now {flags[name]})"
+              for name in ("tree_tokens", "max_batch_tokens", "concurrency") if name in flags]
+    recompute = flags.get("recompute")
+    if flags.get("out") and (recompute == 0 or recompute is None and not on_gpu):
+        advice.append("--recompute 1")
+    if on_gpu and flags.get("offload") == 0:
+        advice += ["--offload 1", "more GPUs"]
+    return f": try {', '.join(advice)}" if advice else ""
+
+
+# --- the program and its signals ------------------------------------------------------------------
+
+def open_standard_streams():
+    """Opens /dev/null in place of closed standard streams, so that no file gets their numbers.
+
+    If stdout is closed, sys.stdout stays None, and open_stdout exits.
+    """
+    for fd in range(3):
+        try:
+            os.fstat(fd)
+        except OSError:  # it is closed, so it is the number of the next file
+            os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)
+    sys.stdin = sys.stdin or open(0)
+    sys.stderr = sys.stderr or open(2, "w")
+
+
+def end_at_ctrl_c():
+    """Lets Ctrl-C kill this process by SIGINT: no traceback, and a shell's loop stops, too."""
+    if signal.getsignal(signal.SIGINT) == signal.default_int_handler:  # not ignored, as after a &
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
+def run(main, args):
+    """Calls main(args), which Ctrl-C kills."""
+    end_at_ctrl_c()
+    try:
+        with memory_errors(args):
+            main(args)
+    except SystemExit as e:
+        if RANK:
+            end_after_rank_0(e.code)
+        raise
+    finally:
+        if WORLD == 1 or sys.exc_info()[0] is None:  # else other ranks may be waiting
+            torch = sys.modules.get("torch")  # not every script imports it
+            if torch and torch.distributed.is_initialized():
+                torch.distributed.destroy_process_group()  # prevents a warning of NCCL
+
+
+# --- hashes, seeded randomness, the version of the scripts ----------------------------------------
 
 def rng(*key):
     """Returns a random.Random seeded by `key`, the same on every machine and Python version."""
@@ -707,3 +787,8 @@ def version():
         with contextlib.suppress(PackageNotFoundError):
             parts.append(f"{package} {package_version(package)}")
     return ", ".join(parts)
+
+
+open_standard_streams()
+if os.path.dirname(os.path.abspath(sys.argv[0])) == HERE:  # one of the scripts is run
+    end_at_ctrl_c()  # already now, since libraries take seconds to load

@@ -145,7 +145,7 @@ def read_groups(job, folder):
     with open(f"{folder}/records.jsonl") as f, patch("sys.stdin", f):
         if module is train_policy:
             return train_policy.prepare(args)[0]
-        ref_turn_of, pairs_of, _ = train_critic.prepare(args, [])
+        _, (ref_turn_of, pairs_of, _) = train_critic.prepare(args)
     return list(ref_turn_of) if job == "scoring" else list(pairs_of.values())
 
 

@@ -192,7 +192,7 @@ def read_by(given, trainer, *flags):
     with stdin_of(given):
         if trainer.__name__ == "train_policy":
             return trainer.prepare(args)[:2]
-        _, pairs_of, held_out = trainer.prepare(args, [])
+        _, (_, pairs_of, held_out) = trainer.prepare(args)
         return list(pairs_of.values()), held_out
 
 

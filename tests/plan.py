@@ -229,7 +229,7 @@ def read_stdin(name, args):
     """Returns (the model's config, [[Pair]], turns for pi_ref, turns for the critic)."""
     trainer = import_module(name)
     if name == "train_critic":
-        ref_turn_of, pairs_of, _ = trainer.prepare(args, [])
+        _, (ref_turn_of, pairs_of, _) = trainer.prepare(args)
         groups = list(pairs_of.values())
         ref_turns, critic_turns = list(ref_turn_of.values()), list(ref_turn_of)
     else:

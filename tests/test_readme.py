@@ -313,15 +313,16 @@ def test_the_edit_csv_has_each_step_once_with_its_held_out_metrics(tmp_path):
     pair = model.Pair(("a",), ("b",))
 
     def run(until):
-        log = utils.Log(SimpleNamespace(out=str(out), given={}))
-        log.begin([[pair]], [], 5)
-        for step in log.steps("policy"):
-            log(step=step, loss=until + step / 10, tokens=10)
+        directory = utils.RunDirectory(SimpleNamespace(out=str(out), given={}))
+        directory.begin([[pair]], [], 5)
+        log = utils.Log(directory, "policy", 5)
+        for step in log.steps():
+            log.step_row(step=step, loss=until + step / 10, tokens=10)
             if step % 2:
-                log(step=step, held_out_loss=step / 100)
+                log.row(step=step, held_out_loss=step / 100)
             if step + 1 == until:
                 break  # as if it was killed
-        os.close(log.lock)
+        os.close(directory.lock)
 
     run(4)
     (out / "checkpoint-2").mkdir()

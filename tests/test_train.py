@@ -780,9 +780,9 @@ def test_a_flag_that_the_run_lacks_is_compared_with_its_default(tmp_path):
     old = {name: value for name, value in vars(args()).items() if name != "beta"}
     (tmp_path / "metrics.jsonl").write_text(lines([{"args": old}]))
     for flags in ([], ["--beta", "0.1"]):
-        os.close(utils.Log(args(*flags)).lock)
+        os.close(utils.RunDirectory(args(*flags)).lock)
     with pytest.raises(SystemExit, match="has --beta 0.1, not 3.0"):
-        utils.Log(args("--beta", "3"))
+        utils.RunDirectory(args("--beta", "3"))
 
 
 def test_a_run_whose_last_save_fails_goes_on(killed, whole, command, data, tmp_path):
@@ -797,7 +797,7 @@ def test_a_run_whose_last_save_fails_goes_on(killed, whole, command, data, tmp_p
 
 
 def test_two_runs_cannot_share_an_out(command, data, tmp_path):
-    first = utils.Log(train_critic.get_args(["--out", str(tmp_path / "out")]))
+    first = utils.RunDirectory(train_critic.get_args(["--out", str(tmp_path / "out")]))
     complaint(script(*command("critic", first.out), stdin=data), "is in use by another run")
     os.close(first.lock)
 

@@ -29,7 +29,7 @@ def main(args):
     flags.model = path if os.path.isdir(path) else flags.model  # it may have moved
     groups, held_out = prepare(trainer, flags)
     pairs = [pair for group in groups for _, pair in group] + held_out
-    if digest([digest(tuple(pair)) for pair in pairs]) != start["pairs_hash"]:  # as in Log.begin
+    if digest([digest(tuple(pair)) for pair in pairs]) != start["pairs_hash"]:  # see RunDirectory
         fail(f"stdin is not the data of the run in {args.run}: its pairs_hash is another")
     tokenizer = find_model(flags.model)[1]
 
@@ -44,7 +44,7 @@ def main(args):
 def prepare(trainer, flags):
     """Returns ([[(task id, Pair)]] to train on, [Pair] held out), from the trainer's prepare()."""
     if trainer.__name__ == "train_critic":
-        _, pairs_of, held_out = trainer.prepare(flags, [])
+        _, (_, pairs_of, held_out) = trainer.prepare(flags)
         return [[(task, pair) for pair in pairs] for task, pairs in pairs_of.items()], held_out
     made, make_groups = [], trainer.make_groups  # its task ids, which prepare() does not return
     trainer.make_groups = lambda *given: made.extend(make_groups(*given)) or made
