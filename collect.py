@@ -144,7 +144,7 @@ def check_args(p, args):
         fail("--temperature 0 makes all --candidates and --best_of of a turn the same message")
     if not args.temperature and args.k > 1:
         say("warning: with --temperature 0 only the human can make the episodes of a task differ")
-    if args.agent:
+    if args.agent:  # no model runs, so that its flags are no settings of the episodes
         args.model = args.thinking = args.engine = args.max_batch_tokens = args.dtype = None
         args.candidates = args.candidates_share = None
         args.best_of = args.critic = args.logprob_weight = None
@@ -186,7 +186,7 @@ class ContextFull(EpisodeError):
 
 
 class EpisodeRunner:
-    """Runs episodes. Holds these callables, of which all but the first may be async:
+    """Runs episodes. Calls these functions, of which the engine is async and the others may be:
 
         await engine(prompt_ids, keys, max_new)  [(token_ids, logprobs)], one message per key
         act(task, history)                       instead of the engine: the message of --agent
@@ -199,7 +199,9 @@ class EpisodeRunner:
     """
 
     def __init__(self, args):
-        self.args, self.act, self.critic, self.totals = args, None, None, Counter()
+        self.args = args
+        self.act = self.critic = None  # load() sets the functions
+        self.totals = Counter()
         self.servers = {}  # {"agent" or "human": Endpoint}
         self.resumed = []  # the settings of the episodes in the --resume file
         self.meta = run_meta(args)
@@ -225,7 +227,7 @@ class EpisodeRunner:
         return {"sample": sample, **episode.fields(), "meta": self.meta}
 
     async def next_message(self, task, history, key):
-        """Returns the agent's next message, without content. key: (seed, task id, sample, turn)."""
+        """Returns the agent's next message, a dict. key: (seed, task id, sample, turn)."""
         if self.act:
             message = checked_message(await call_user_function(self.act, task, history))
             self.totals.update(actions=1, truncated=bool(message.get("cut")))
@@ -248,7 +250,7 @@ class EpisodeRunner:
         return actions[values.index(max(values))]
 
     async def sample_turn(self, history, key, n_actions):
-        """Samples messages; returns (n_actions of them as actions, the turn's candidates)."""
+        """Samples n_actions messages and the turn's candidates; returns two lists of actions."""
         keys = [(*key, j) for j in range(n_actions)]
         if rng("share", *key[:3]).random() < self.args.candidates_share:  # for a whole episode
             keys += [(*key, "candidate", j) for j in range(self.args.candidates)]
@@ -267,7 +269,7 @@ class EpisodeRunner:
         return actions[:n_actions], candidates
 
     def as_action(self, ids, logprobs):
-        """Returns a sampled message, of these tokens, as an action; raises EpisodeError."""
+        """Returns sampled tokens as an action (see colbench.ACTION); EpisodeError if unusable."""
         finite = all(x is not None and abs(x) < 1000 for x in logprobs)  # vLLM's -inf is -9999
         if not finite or len(logprobs) != len(ids):
             raise EpisodeError("log-probs are missing, NaN or infinite; check the weights")
@@ -857,7 +859,9 @@ def load_function(file, name):
     with fail_on_error(file):
         check_imports(file)
         namespace = runpy.run_path(file)
-    return namespace.get(name) or fail(f"{file} defines no {name}()")
+    if name not in namespace:
+        fail(f"{file} defines no {name}()")
+    return namespace[name]
 
 
 def check_imports(file):
@@ -1052,7 +1056,8 @@ class Collector:
 
     def __init__(self, runner, jobs, asked, emit):
         """asked: see asked_fields. emit: writes a record."""
-        self.runner, self.totals, self.emit, self.asked = runner, runner.totals, emit, asked
+        self.runner, self.emit, self.asked = runner, emit, asked
+        self.totals = runner.totals
         self.jobs, self.n_jobs = deque(jobs), len(jobs)
         self.error = None  # the one that ends the run
 
