@@ -59,14 +59,15 @@ class StoreGiven(argparse.Action):
 
     def __call__(self, parser, args, value, option_string=None):
         setattr(args, self.dest, value)
-        args.given[self.dest] = self.default
+        args.given = {**args.given, self.dest: self.default}
 
 
 class Parser(argparse.ArgumentParser):
     """Prints errors on rank 0 only."""
 
-    def parse_args(self, argv=None):
-        return super().parse_args(argv, argparse.Namespace(given={}))
+    def __init__(self, **how):
+        super().__init__(**how)
+        self.set_defaults(given={})  # see StoreGiven
 
     def refuse_unused(self, args, holds):
         """Exits if a flag is given that has no effect. holds: {a flag's `only`: whether it is so}.
