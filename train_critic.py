@@ -108,7 +108,7 @@ def batch_loss(args, pairs, logps, ref_logps):
 # --- training and scoring -------------------------------------------------------------------------
 
 def train(args, device):
-    """Trains; returns ([Trajectory] of stdin, the critic, {turn: (L,) pi_ref log-probs}).
+    """Trains a critic. Returns ([Trajectory] of stdin, critic, {turn: (L,) pi_ref log-probs}).
 
     Only rank 0 has the trajectories; the others get None.
     """
@@ -196,10 +196,8 @@ def main(args):
 
 def print_pair_accuracy(args, trajectories, logps, ref_logps):
     """Prints the accuracy on the trajectory pairs of tasks that the critic was not trained on."""
-    trained_on = ()
-    if not args.untrained:
-        trained_on = rows_of(args.out or args.score)[0].get("tasks", ())
-    trained_on = set(trained_on)
+    folder = args.out or args.score  # None for the untrained critic
+    trained_on = set(rows_of(folder)[0].get("tasks", [])) if folder else set()
     unseen = [t for t in trajectories if "reward" in t.record and t.task not in trained_on]
     pairs = list(chain(*trajectory_pairs(unseen, args.min_gap).values()))
     if not pairs:

@@ -173,10 +173,11 @@ def prepare(args):
     groups = [(task, pairs) for task, pairs in make_groups(args, trajectories) if pairs]
     if not groups:
         fail(why_no_groups(args, trajectories))
-    held_out = {*hold_out(dict(groups), args.held_out, args.seed)[1]}  # task ids
-    return ([pairs for task, pairs in groups if task not in held_out],
-            [pair for task, pairs in groups if task in held_out for pair in pairs],
-            example_dialogue(trajectories))
+    _, held_tasks = hold_out(dict(groups), args.held_out, args.seed)
+    held_tasks = set(held_tasks)
+    training = [pairs for task, pairs in groups if task not in held_tasks]
+    held_out = [pair for task, pairs in groups if task in held_tasks for pair in pairs]
+    return training, held_out, example_dialogue(trajectories)
 
 
 def make_groups(args, trajectories):
@@ -191,22 +192,14 @@ def make_groups(args, trajectories):
         pairs = [pair for _, *candidates in t.actions for pair in candidate_pairs(args, candidates)]
         groups.append((t.task, pairs))
         meta = t.record.get("meta", {})
-        meta = meta.get("candidates", meta)  # of candidates that were added later
+        meta = meta.get("candidates", meta)  # candidates that collect.py added later have their own
         if pairs and meta.get("model_weights", weights) != weights:
             add_warning("episodes have candidates that were not sampled from --model, which is "
                         "pi_ref", f"the task {t.task}")
     print_warnings()
     if args.mix:
         n_pairs = args.mix * sum(len(pairs) for _, pairs in groups)
-        by_reward = [*trajectory_pairs(trajectories, args.min_gap).items()]
-        if not by_reward:
-            fail(f"--mix: {why_no_pairs(trajectories, args.min_gap)}")
-        rng("mix", args.seed).shuffle(by_reward)
-        for task, pairs in cycle(by_reward):  # whole tasks, repeated until there are n_pairs
-            if n_pairs <= 0:
-                break
-            groups.append((task, pairs))
-            n_pairs -= len(pairs)
+        groups += groups_to_mix(args, trajectories, n_pairs)
     return groups
 
 
@@ -234,6 +227,20 @@ def candidate_pairs(args, candidates):
     rng("pairs", args.seed, *(c.turn[1] for c in ranked)).shuffle(pairs)
     distinct = {pair[:2]: pair for pair in pairs if pair.chosen != pair.rejected}
     return list(distinct.values())[:args.pairs_per_turn]
+
+
+def groups_to_mix(args, trajectories, n_pairs):
+    """Returns [(task id, [Pair] of trajectories)], with at least n_pairs: whole tasks, repeated."""
+    by_reward = list(trajectory_pairs(trajectories, args.min_gap).items())
+    if not by_reward:
+        fail(f"--mix: {why_no_pairs(trajectories, args.min_gap)}")
+    rng("mix", args.seed).shuffle(by_reward)
+    groups = []
+    for task, pairs in cycle(by_reward):
+        if n_pairs <= 0:
+            return groups
+        groups.append((task, pairs))
+        n_pairs -= len(pairs)
 
 
 def why_no_groups(args, trajectories):

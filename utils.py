@@ -59,14 +59,15 @@ class StoreGiven(argparse.Action):
 
     def __call__(self, parser, args, value, option_string=None):
         setattr(args, self.dest, value)
-        args.given[self.dest] = self.default
+        args.given = {**args.given, self.dest: self.default}
 
 
 class Parser(argparse.ArgumentParser):
     """Prints errors on rank 0 only."""
 
-    def parse_args(self, argv=None):
-        return super().parse_args(argv, argparse.Namespace(given={}))
+    def __init__(self, **how):
+        super().__init__(**how)
+        self.set_defaults(given={})  # see StoreGiven
 
     def refuse_unused(self, args, holds):
         """Exits if a flag is given that has no effect. holds: {a flag's `only`: whether it is so}.
@@ -139,10 +140,13 @@ def machine_flags(p):
 # --- training: metrics.jsonl and the learning rate ------------------------------------------------
 
 class Log:
-    """The rows of a run that is trained, for metrics.jsonl and stderr; all ranks must have one."""
+    """Writes the metrics of a training run to metrics.jsonl, and shows them on stderr.
+
+    Every rank needs one, because a step's tokens are summed over the ranks.
+    """
 
     def __init__(self, directory, label, total):
-        """directory: the RunDirectory. label, total: the progress bar's label and last step."""
+        """directory: the RunDirectory. label: of the progress bar. total: the number of steps."""
         self.directory, self.label = directory, label
         self.last_step, self.total = directory.step, total
 
@@ -155,7 +159,7 @@ class Log:
         self.bar.close()
 
     def step_row(self, tokens, **row):
-        """Writes the metrics of a step, and how long it took. tokens: how many on this rank."""
+        """Writes the metrics of a training step and its duration. tokens: those of this rank."""
         row["tokens"] = int(sum_over_ranks(tokens))
         seconds = time.monotonic() - self.began
         row |= {"seconds": round(seconds, 4), "tokens_per_second": round(row["tokens"] / seconds)}
@@ -248,7 +252,7 @@ class RunDirectory:
                             "repeat its command with its data")
 
     def refuse(self, difference, remedy):
-        """Exits because the run in --out has this difference from the command."""
+        """Exits because the run in --out differs from the command, and says what to do."""
         if self.finished and hasattr(self.args, "score"):
             remedy += f", score with it by --score {self.out}"
         fail(f"the run in {self.out} has {difference}: {remedy}, or choose another --out")
