@@ -1,8 +1,8 @@
-"""From records to turns and pairs, and to log-probs: one forward over the tree of many turns.
+"""What both trainers share: records to turns to pairs, the log-probs of turns, and an update.
 
 A turn is (prompt, action): what the agent read and what it wrote. Both are strings with one
-character per token, chr(id), because Python sorts, slices, compares and hashes strings fast, and
-needs 2 or 4 bytes a token. Every loss and score is a function of `action_logps(model, turns)`.
+character per token, chr(id), because strings sort, slice, compare and hash fast, and take 2 or 4
+bytes per token. Every loss and score is a function of `action_logps(model, turns)`.
 
 Turns share prefixes: candidates have the same history, each turn of a trajectory extends the one
 before, and all trajectories of a task start with its description. `Tree` stores each shared prefix
@@ -18,6 +18,24 @@ keys are all tokens of its path from the root: [e f] has the keys a b c e f. Let
 tokens of a tree, A tokens of all its actions, S the same but with shared tokens counted once, L
 tokens of one action, K keys of all runs, H query heads, D head size, V vocabulary size. Dropout is
 always off, in training too.
+
+The sections of this file, first the method:
+
+    turns and their tree     the data structure above
+    attention over runs      the attention that transformers' layers call
+    log-probs of turns       one forward over a tree; action_logps over many trees and ranks
+    records to turns         the turns of a record, as the policy, the critic and pi_ref read them
+    turns to pairs           which trajectories of a task are compared; held-out tasks
+    batches and updates      the order of training, and one step of the optimizer
+
+A reader of the method may skip the rest:
+
+    each rank's share        splits turns into parts of equal size
+    loading and sharding     Hugging Face folders, FSDP2
+    proofs                   tests, at each start, that the log-probs are those of transformers
+    chat templates           dialogues to token ids
+    saving, checkpoints      Hugging Face folders; optimizer state for any number of processes
+    model card               what a run's folder says about itself, and how to serve it
 """
 import contextlib
 import datetime
@@ -231,7 +249,7 @@ def flash_kernel(q, k, v, tree, scale, window):
 AttentionInterface.register("tree", torch.compiler.disable(tree_attention))  # its shapes vary
 
 
-# --- the forward ----------------------------------------------------------------------------------
+# --- log-probs of turns ---------------------------------------------------------------------------
 
 def head_logps(hidden, weight, bias, targets, config):
     """Returns the log-probs of targets (N,) given hidden states (N, width), in fp32 or fp64."""
@@ -324,7 +342,246 @@ def action_logps(model, turns, tree_tokens=math.inf, label=None):
     return {turn: logps[turn] for turn in turns}
 
 
-# --- each rank's share of the turns ---------------------------------------------------------------
+@torch.no_grad()
+def score(model, turns, tree_tokens, label=None):
+    """Returns action_logps without gradient."""
+    if not turns:
+        return {}
+    logps = action_logps(model, turns, tree_tokens, label)
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()  # else an optimizer created next would get the gathered weights
+    return logps
+
+
+def reference_logps(model, ref_turn_of, tree_tokens):
+    """Returns {turn: (L,) log-probs under pi_ref}. ref_turn_of: {pi's turn: pi_ref's turn}."""
+    logps = score(model, list(ref_turn_of.values()), tree_tokens, "reference")
+    return {turn: logps[ref_turn] for turn, ref_turn in ref_turn_of.items()}
+
+
+# --- records to turns -----------------------------------------------------------------------------
+
+class Action(NamedTuple):
+    """A message or candidate of the agent, and what the models read of it."""
+    fields: dict     # those of the record
+    turn: tuple      # (prompt, action), or None if it is too long
+    ref_turn: tuple  # the turn that pi_ref reads, whose prompt may be another one
+
+
+class Trajectory(NamedTuple):
+    """A record, and what the models read of it."""
+    task: str      # the task's id
+    record: dict
+    actions: list  # [[Action]]: for each message of the agent, it and its candidates
+
+    def turns(self):
+        """Returns the turns of the agent's messages, in order."""
+        return tuple(message.turn for message, *_ in self.actions)
+
+    def order(self):
+        """Returns a key to sort by, so that pairs do not depend on which episode ended first."""
+        return self.task, self.record.get("sample", 0), self.record.get("meta", {}).get("seed", 0)
+
+
+def turn_actions(record):
+    """Yields (history, [message, *its candidates]) for each message of the agent."""
+    history = record["dialogue_history"]
+    for t, message in enumerate(history):
+        if message["role"] == "assistant":
+            yield history[:t], [message, *message.get("candidates", ())]
+
+
+def critic_turns(tokenizer, record, history, actions, *, pi_reads_c, ref_reads_c):
+    """Returns (pi's turn, pi_ref's turn) for each action after a history, for either trainer.
+
+    They differ only in the prompt. pi_reads_c, ref_reads_c: does the prompt of that model include
+    the hidden information, c? actions: messages or candidates.
+    """
+    thinking = record.get("meta", {}).get("thinking", 0)  # the setting it was sampled with
+
+    def prompt_ids(reads_c):
+        c = hidden_information(record["task"]) if reads_c else ""
+        messages = with_hidden(history, c) if c else history
+        return packed(render(tokenizer, messages, thinking))
+
+    prompt = prompt_ids(pi_reads_c)
+    ref_prompt = prompt if ref_reads_c == pi_reads_c else prompt_ids(ref_reads_c)
+    turns = []
+    for action in actions:
+        ids, n_dropped = action_ids(tokenizer, action, history, thinking)
+        # both prompts end alike, so the same number of tokens is dropped: see action_ids
+        turn = prompt[:len(prompt) - n_dropped], ids
+        ref_turn = ref_prompt[:len(ref_prompt) - n_dropped], ids
+        turns.append((turn, ref_turn))
+    return turns
+
+
+def read_trajectories(args, *fields, pi_reads_c, ref_reads_c):
+    """Returns [Trajectory] of stdin. fields: those a record must have; others: see critic_turns.
+
+    Actions that have more than --max_length tokens with their prompt are too long.
+    """
+    records = [*read_records(sys.stdin, "dialogue_history", *fields, to_train=True)]
+    _, tokenizer, config = find_model(args.model)
+    config = config.get_text_config()
+    longest = min(args.max_length, getattr(config, "max_position_embeddings", None) or math.inf)
+    with fail_on_error(f"the chat template of --model {args.model} can't be used"):
+        ending(tokenizer)  # else `save` would fail, after training
+    extra_ids, special = len(tokenizer) > config.vocab_size, control_tokens(tokenizer)[1]
+    trajectories = []
+    for r in records:
+        name = f"the task {task_id(r['task'])}"
+        for m in r["dialogue_history"]:
+            if m["role"] != "assistant" and special.search(m["content"]):
+                add_warning("messages contain a control token, kept as text", name)
+        if pi_reads_c and not hidden_information(r["task"]):
+            add_warning("records without hidden information for the critic", name)
+        check_opening(r)
+        trajectories.append(Trajectory(task_id(r["task"]), r, []))
+        for history, actions in turn_actions(r):
+            with fail_on_error(f"--model's chat template rejects {name}"):
+                turns = critic_turns(tokenizer, r, history, actions, pi_reads_c=pi_reads_c,
+                                     ref_reads_c=ref_reads_c)
+            read = []
+            for action, (turn, ref_turn) in zip(actions, turns):
+                if extra_ids and max(map(ord, "".join(turn))) >= config.vocab_size:
+                    fail(f"{name} has a token id outside --model's vocabulary of "
+                         f"{config.vocab_size} tokens: use the model that sampled it")
+                if sum(map(len, turn)) > longest:
+                    add_warning(f"turns exceed {longest} tokens (--max_length or --model's limit): "
+                                "they get no score, and their trajectories no pairs", name)
+                    turn = ref_turn = None
+                read.append(Action(action, turn, ref_turn))
+            trajectories[-1].actions.append(read)
+    print_warnings()
+    return trajectories
+
+
+# --- turns to pairs -------------------------------------------------------------------------------
+
+def by_task(trajectories):
+    """Returns {(task id, pair): [Trajectory]}, sorted, without those with too long a turn."""
+    groups = {}  # `pair` keeps converted preference pairs apart; it is None for episodes
+    for t in sorted(trajectories, key=Trajectory.order):
+        if None not in t.turns():
+            groups.setdefault((t.task, t.record.get("pair")), []).append(t)
+    return groups
+
+
+class Pair(NamedTuple):
+    """A training example: two trajectories of a task, or two candidates of a turn."""
+    chosen: tuple         # all turns of the better trajectory, or the better candidate's one turn
+    rejected: tuple = ()  # likewise of the worse one; empty for --loss rft
+    gap: float = 0.0      # difference of rewards or of candidates' scores; read by edits
+
+
+def trajectory_pairs(trajectories, min_gap):
+    """Returns {task id: [Pair of its trajectories]} of those tasks that have a pair.
+
+    min_gap: see sides_of. Both trainers learn from these pairs, and measure accuracy on them.
+    """
+    groups, graders = {}, {}
+    for t in trajectories:
+        names = graders.setdefault(t.task, set())
+        names.add(t.record.get("reward_by"))
+        if not comparable(names):
+            add_warning("trajectories are paired by rewards of different graders: grade all "
+                        "episodes alike (colbench.py grade)", f"the task {t.task}")
+    print_warnings()
+    for (task, _), group in by_task(trajectories).items():
+        pairs = [Pair(chosen, rejected, gap=high - low)
+                 for (chosen, high), (rejected, low) in sides_of(group, min_gap)
+                 if chosen != rejected]
+        if pairs:
+            groups.setdefault(task, []).extend(pairs)
+    return groups
+
+
+def sides_of(group, min_gap):
+    """Returns [((turns, reward) of the better trajectory, the same of the worse)] of a task.
+
+    min_gap None: the first solved one with every unsolved one; else any two that differ by it.
+    """
+    sides = [(t.turns(), t.record["reward"]) for t in group]
+    if min_gap is None:
+        solved = [side for side in sides if side[1] >= 1]
+        return [(first, other) for first in solved[:1] for other in sides if other[1] < 1]
+    return [(better, worse) for better in sides for worse in sides
+            if better[1] > worse[1] and better[1] - worse[1] > min_gap - 1e-9]
+
+
+def why_no_pairs(trajectories, min_gap):
+    """Returns an error message for trajectories without a pair."""
+    tasks = by_task(trajectories)
+    n_long = len(trajectories) - sum(map(len, tasks.values()))
+    if not tasks:
+        why = "all are too long for --max_length or --model"
+    elif all(len({t.record["reward"] for t in group}) == 1 for group in tasks.values()):
+        why = ("no task has two that differ in reward: sample more episodes per task with "
+               "collect.py -k, or collect on easier or harder tasks")
+    elif min_gap is None:
+        why = "no task has both a solved and an unsolved one; try --min_gap 0"
+    else:
+        why = f"no task has two whose rewards differ by {min_gap} or more"
+    return f"no pairs in {len(trajectories)} trajectories, {n_long} of them too long: {why}"
+
+
+def hold_out(tasks, share, seed):
+    """Shuffles tasks; returns (training tasks, held out), with at least one to train on."""
+    tasks = list(tasks)
+    rng("held out", seed).shuffle(tasks)
+    n_held = min(math.ceil(share * len(tasks)), len(tasks) - 1)
+    return tasks[n_held:], tasks[:n_held]
+
+
+# --- batches and updates --------------------------------------------------------------------------
+
+def turns_in(pairs):
+    """Returns the unique turns of some pairs, sorted."""
+    return sorted({turn for pair in pairs for turn in (*pair.chosen, *pair.rejected)})
+
+
+def all_batches(groups, batch_size, epochs, seed):
+    """Returns all batches of a run. Each epoch shuffles the groups, and keeps each together."""
+    batches = []
+    for epoch in range(epochs):
+        order = list(groups)
+        rng("order", seed, epoch).shuffle(order)
+        pairs = [pair for group in order for pair in group]
+        batches += [pairs[i:i + batch_size] for i in range(0, len(pairs), batch_size)]
+    return batches
+
+
+def mean_loss(losses):
+    """Returns (mean loss, {"accuracy": ..., "margin": ...}) of the (loss, margin) of each pair."""
+    losses, margins = zip(*losses)
+    margins = torch.stack(margins)  # (B,)
+    # the share of positive margins; one that rounds to 0 counts half
+    accuracy = ((margins.round(decimals=5).sign() + 1) / 2).double().mean().item()
+    return sum(losses) / len(losses), {"accuracy": accuracy, "margin": margins.mean().item()}
+
+
+def update(model, optimizer, step, loss, lr):
+    """Updates the weights by a step's loss, and returns the gradient's norm before clipping to 1.
+
+    Exits, with the weights as they were, if the loss or the norm is NaN or infinite.
+    """
+    loss.backward()  # each rank holds the gradient of its own turns; FSDP sums them
+    norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    norm = (norm.full_tensor() if hasattr(norm, "full_tensor") else norm).item()  # if sharded
+    for name, value in ("loss", loss.item()), ("grad_norm", norm):
+        if not math.isfinite(value):
+            fail(f"step {step}: the {name} is {value}; the weights were not updated. "
+                 "Try a lower --lr or --beta, or --dtype fp32")
+    for group in optimizer.param_groups:
+        group["lr"] = lr
+    optimizer.step()
+    optimizer.zero_grad()
+    return norm
+
+
+# --- each rank's share ----------------------------------------------------------------------------
 
 def partition(turns, tree_tokens, world=WORLD):
     """Splits turns into [[turn]], parts of at most tree_tokens tokens unless one turn is longer.
@@ -360,25 +617,300 @@ def partition(turns, tree_tokens, world=WORLD):
     return parts + parts[-1:] * (-len(parts) % world)
 
 
-@torch.no_grad()
-def score(model, turns, tree_tokens, label=None):
-    """Returns action_logps without gradient."""
-    if not turns:
-        return {}
-    logps = action_logps(model, turns, tree_tokens, label)
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            module.reshard()  # else an optimizer created next would get the gathered weights
-    return logps
+# --- loading and sharding -------------------------------------------------------------------------
+
+def read_json(path):
+    """Returns the object in a JSON file, {} if there is no such file."""
+    with fail_on_error(f"{path} can't be read"):
+        return json.loads(Path(path).read_bytes()) if os.path.exists(path) else {}
 
 
-def reference_logps(model, ref_turn_of, tree_tokens):
-    """Returns {turn: (L,) log-probs under pi_ref}. ref_turn_of: {pi's turn: pi_ref's turn}."""
-    logps = score(model, list(ref_turn_of.values()), tree_tokens, "reference")
-    return {turn: logps[ref_turn] for turn, ref_turn in ref_turn_of.items()}
+def eos_ids(path):
+    """Returns the list of EOS ids in a config.json or generation_config.json."""
+    eos = read_json(path).get("eos_token_id")
+    return eos if isinstance(eos, list) else [] if eos is None else [eos]
 
 
-# --- chat templates: dialogues to token ids -------------------------------------------------------
+def find_model(path, weights=False):
+    """Returns (folder, tokenizer, config) of a Hugging Face folder or hub name, or fails.
+
+    Weights are required, and downloaded from the hub, only if `weights` is true.
+    """
+    try:
+        if not os.path.isdir(path):
+            from huggingface_hub import snapshot_download
+            path = snapshot_download(path, allow_patterns=MODEL_FILES + ["*.safetensors"] * weights)
+        rows = rows_of(path)
+        if rows and "finished" not in rows[-1]:
+            raise ValueError("it is an unfinished run; repeat its command to resume it")
+        files = {*os.listdir(path)} - {"adapter_model.safetensors"}
+        check_files(path)
+        has_weights = any(name.endswith(".safetensors") for name in files)
+        if "adapter_config.json" in files and not has_weights:
+            raise ValueError("it is an adapter; merge it into its base model (merge_and_unload)")
+        config = AutoConfig.from_pretrained(path, trust_remote_code=False)
+        tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=False)
+    except Exception as e:  # transformers raises any error for a file that it can't parse
+        if exhausted_memory(e):
+            raise
+        name = "" if isinstance(e, (OSError, ValueError)) else f"{type(e).__name__}: "
+        fail(f"no model at {path!r}: {name}{(str(e) or repr(e)).splitlines()[0]}")
+    if weights and not has_weights:
+        fail(f"no weights at {path!r}: only safetensors files are supported")
+    if weights and getattr(config, "quantization_config", None):
+        fail(f"{path!r} has quantized weights, which are not supported: use the original model")
+    if weights:
+        check_index(path)
+    if not tokenizer.chat_template:
+        fail(f"the tokenizer of {path!r} has no chat template: use the instruction-tuned model")
+    return path, tokenizer, config
+
+
+def check_files(folder):
+    """Fails if a model's file is a pointer of Git LFS, or weights are damaged or incomplete."""
+    for path in chain(*map(Path(folder).glob, [*MODEL_FILES, "*.safetensors"])):
+        with open(path, "rb") as f:
+            refuse_pointer(f.read(100), path)
+        if path.suffix == ".safetensors":
+            with fail_on_error(f"{path} is damaged, or its download is incomplete", parses=True):
+                with safe_open(path, "pt"):  # reads the header, and compares the file's size
+                    pass
+
+
+@functools.cache  # a trainer asks twice for its --model
+def check_index(folder):
+    """Exits if a folder has model.safetensors and, by its index, shards with other weights.
+
+    transformers loads the former, so a stale one would be used instead of the shards.
+    """
+    single = os.path.join(folder, "model.safetensors")
+    files = read_json(single + ".index.json").get("weight_map", {})  # {name of a weight: its shard}
+    if not files or not os.path.exists(single):
+        return
+    with fail_on_error(f"{folder!r} has model.safetensors and an index of other weights, one of "
+                       "which is stale: remove it"), safe_open(single, "pt") as weights:
+        if different := sorted(files.keys() ^ {*weights.keys()}):
+            raise ValueError(f"only one of them has {different[0]}")
+        for name, file in files.items():
+            with safe_open(os.path.join(folder, file), "pt") as shard:
+                if not torch.equal(weights.get_tensor(name), shard.get_tensor(name)):
+                    raise ValueError(f"{name} differs")
+
+
+@functools.cache  # a trainer asks twice for its --model
+def weights_digest(folder):
+    """Returns a short hash of every byte of the safetensors files in a folder; None without any."""
+    def file_hash(name):
+        with open(os.path.join(folder, name), "rb") as f:
+            return name, hashlib.file_digest(f, "sha256").digest()
+
+    with fail_on_error(f"the weights in {folder} can't be read"), ThreadPoolExecutor() as pool:
+        files = sorted(glob.glob("*.safetensors", root_dir=folder))
+        return digest([*pool.map(file_hash, files)]) if files else None
+
+
+def base_digest(path):
+    """Returns weights_digest of --model, a folder or hub name, on rank 0; None on other ranks."""
+    return None if RANK else weights_digest(find_model(path, weights=True)[0])
+
+
+def pick_dtype(name, device):
+    """Returns the torch.dtype of --dtype; auto is bf16 on a GPU and fp32 on a CPU."""
+    if name == "auto":
+        name = "bf16" if device.type == "cuda" else "fp32"
+    return {"bf16": torch.bfloat16, "fp32": torch.float32}.get(name, name)
+
+
+def model_facts(args, device):
+    """Returns the facts about --model that the first row of metrics.jsonl has."""
+    return {"dtype": str(pick_dtype(args.dtype, device)), "model_weights": base_digest(args.model)}
+
+
+def load(path, device="cpu", dtype="fp32", args=None, train=False):
+    """Returns (TreeLM, tokenizer) of a folder or hub name, after checking its log-probs.
+
+    If trees do not reproduce the log-probs of transformers' own forward, the model is computed turn
+    by turn; if that fails too, the program exits. dtype, a value of --dtype, is that of computation
+    and of weights, except that weights to `train` are fp32. args: a trainer's flags, to shard the
+    model over all ranks, each of which reads the files; None: no sharding.
+    """
+    path, tokenizer, _ = find_model(path, weights=True)
+    device = torch.device(device)
+    dtype = pick_dtype(dtype, device)
+    as_stored = train and dtype != torch.float32  # so that the files are memory-mapped, not copied
+    with fail_on_error(f"the weights in {path!r} can't be read", parses=True):
+        lm, loading_info = AutoModelForCausalLM.from_pretrained(
+            path, dtype="auto" if as_stored else dtype, attn_implementation="eager",
+            use_safetensors=True, trust_remote_code=False, output_loading_info=True,
+            ignore_mismatched_sizes=True, generation_config=GenerationConfig())
+    if wrong := sorted(map(str, chain(*loading_info.values()))):  # missing, unexpected, mismatched
+        fail(f"the weights in {path!r} do not match its config.json: {wrong[:3]}")
+
+    model = TreeLM(lm, device)
+    first = model.config.vocab_size // 2  # an id far from special tokens
+    window = min(getattr(model.config, "sliding_window", None) or 0, 2048)
+    # two turns with a common prompt, and one longer than the window
+    turns = [(packed(first + i % 11 for i in range(length)), packed(first + i for i in action))
+             for length, action in [(8, (5, 6, 7, 8)), (8, (9, 6, 5, 4)), (window + 8, (3, 2, 1))]]
+    versions = [p._version for p in lm.parameters()]
+    with fail_on_error(f"{path!r} fails to run in transformers"), torch.no_grad():
+        own_logps = torch.cat([model(Tree([turn])) for turn in turns])  # its own forward, so far
+        _, leak = logps_and_leak(model, turns[:1])
+    if not own_logps.isfinite().all():
+        fail(f"the log-probs of {path!r} are NaN or infinite: check its weights")
+    if not leak < 1e-3:
+        fail(f"{path!r} is not a causal language model: its log-probs depend on later tokens")
+    # RWKV's forward changes its weights, and dynamic RoPE depends on the longest input so far
+    rope = str(getattr(model.config, "rope_parameters", None))
+    if versions != [p._version for p in lm.parameters()] or "'dynamic'" in rope:
+        fail(f"{path!r} is not supported: its log-probs depend on earlier forwards")
+    if not try_trees(model, turns[:2], own_logps):
+        lm.set_attn_implementation("eager")
+        say(f"warning: {path} does not support trees: it runs turn by turn and repeats prefixes")
+
+    if args:
+        checksum = int(weights_digest(path)[:10], 16)
+        if sum_over_ranks(checksum) != WORLD * checksum:
+            fail(f"the weights in {path!r} are not the same on all ranks")
+        shard(model, dtype, args, train)
+    if train:
+        model.float()
+    if not args or not args.offload:
+        model.to(device)
+    with fail_on_error(f"{path!r} fails on {device} (try --compile 0)"):
+        logps = torch.cat([*score(model, turns, math.inf).values()])
+    if not agree(logps, own_logps, model.dtype):
+        error = (logps - own_logps).abs().mean()
+        fail(f"the log-probs of {path!r} differ by {error:.2g} on average from those of its own "
+             "forward in transformers")
+    return model, tokenizer
+
+
+def shard(model, dtype, args, train):
+    """Shards the model with FSDP2, to compute in dtype and to sum gradients in fp32."""
+    model.dtype = dtype
+    gpu = model.device.type == "cuda"
+    recompute = gpu if args.recompute is None else args.recompute
+    compiled = gpu and model.supports_trees if args.compile is None else args.compile
+    layers = model.layers()
+    if compiled:
+        model.head_logps = torch.compile(head_logps, dynamic=True)
+    for layer in layers:
+        if compiled:
+            layer.forward = torch.compile(layer.forward, dynamic=True)
+        if recompute and train:
+            layer.forward = functools.partial(checkpoint, layer.forward, use_reentrant=False)
+    if WORLD == 1 and not args.offload and (dtype == torch.float32 or not train):
+        return  # there is nothing to shard, to cast or to offload
+    mesh = init_device_mesh(model.device.type, (WORLD,))
+    offloading = CPUOffloadPolicy(pin_memory=gpu) if args.offload else OffloadPolicy()
+    precision = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
+    for module in (*layers, model):
+        fully_shard(module, mesh=mesh, mp_policy=precision, offload_policy=offloading)
+        if WORLD > 1:  # sum gradients, not average: losses are divided by the global count already
+            module.set_gradient_divide_factor(1.0)
+            module.set_force_sum_reduction_for_comms(True)
+    # by default FSDP prefetches for one tree only, so the others would wait for their weights
+    model.set_modules_to_backward_prefetch(layers[-1:])
+    for previous, layer in zip(layers, layers[1:]):
+        layer.set_modules_to_backward_prefetch([previous])
+    for layer in layers:  # else all recomputed layers stay gathered, which takes memory
+        layer.register_forward_hook(lambda layer, *_: layer.reshard())
+
+
+def load_lm(path, device, dtype="fp32"):
+    """Returns (transformers LM, tokenizer) to sample with. dtype: see `load`."""
+    model, tokenizer = load(path, device, dtype)
+    if not model.supports_trees:  # collect.py's attention and cache would be wrong, too
+        fail(f"sampling from {path!r} without a server is not supported, because of its layers or "
+             "attention: give a vLLM server by --engine")
+    model.lm.set_attn_implementation("eager")  # some families have no "sdpa"
+    return model.lm, tokenizer
+
+
+def finished_flags(folder, model=None):
+    """Returns the flags that a finished critic was trained with; flags.model is pi_ref's path."""
+    with fail_on_error(f"{folder or repr(folder)} is not a finished run of train_critic.py",
+                       parses=True):
+        rows = rows_of(folder)
+        if not rows:
+            raise ValueError("it has no metrics.jsonl of a run")
+        start = [row for row in rows if "args" in row][-1]
+        flags = SimpleNamespace(**start["args"])
+        if not hasattr(flags, "ref_context"):
+            raise ValueError("it is a run of train_policy.py")
+        if "finished" not in rows[-1]:
+            raise ValueError("it was interrupted; repeat its command to resume it")
+    if not model:  # look up pi_ref relative to the critic's folder, as both may have moved
+        old_model, old_out = (os.path.join(start["cwd"], path) for path in (flags.model, flags.out))
+        moved = os.path.join(folder, os.path.relpath(old_model, old_out))
+        model = moved if os.path.isdir(moved) else flags.model
+    if changed := changed_scripts(folder):
+        say(f"warning: the critic in {folder} was trained by another {changed}; to score as then, "
+            f"run its own copies (python {folder}/NAME.py)")
+    try:
+        found = base_digest(model)
+    except SystemExit as e:
+        fail(f"the pi_ref of the critic in {folder} is not there; move it back, or pass it to "
+             f"train_critic.py --score by --model ({e.code})")
+    if found not in (start["model_weights"], None):  # only rank 0 has a digest
+        fail(f"{model} is not the pi_ref of the critic in {folder}: its weights differ. Restore "
+             "them, or run train_critic.py with the right --model")
+    flags.model = model
+    return flags
+
+
+# --- proofs ---------------------------------------------------------------------------------------
+
+def try_trees(model, turns, own_logps):
+    """Switches to tree attention, and returns whether it reproduces the turns' own_logps."""
+    if not can_support_trees(model.config):
+        return False
+    try:
+        model.lm.set_attn_implementation("tree")
+        logps, leak = logps_and_leak(model, turns)
+    except Exception as e:  # any, such as AttributeError: GPT-2 has no lm.model
+        if exhausted_memory(e):
+            raise
+        say(f"warning: tree attention fails: {type(e).__name__}: {e}")
+        return False
+    # the leak shows whether layers other than attention mix the paths
+    return leak == 0 and agree(logps, own_logps[:len(logps)], model.dtype)
+
+
+def can_support_trees(config):
+    """Returns False for longrope and for layers that the short turns of `load` can't test."""
+    rope = str(getattr(config, "rope_parameters", None))
+    types = set(getattr(config, "layer_types", None) or ())
+    return "'longrope'" not in rope and not types - {"full_attention", "sliding_attention"}
+
+
+@torch.enable_grad()
+def logps_and_leak(model, turns):
+    """Returns ((A,) log-probs of actions in a tree, the leak).
+
+    The leak tells how strongly a log-prob depends on tokens that it must not see: the largest
+    gradient at the embedding of a token off its path, divided by the largest at any token. It is 0
+    if paths do not mix. turns must be sorted.
+    """
+    tree, embedded = Tree(turns), []
+    embeddings = model.lm.get_input_embeddings()
+    with embeddings.register_forward_hook(lambda module, args, out: embedded.append(out)):
+        logps = model(tree)
+    probe = -2  # the last action's second to last token, so that the last is off its path
+    gradient = torch.autograd.grad(logps[probe], embedded)[0].flatten(0, -2)  # (T, width)
+    norms = gradient.float().norm(dim=-1)  # (T,)
+    off_path = norms.clone()
+    off_path[tree.paths[-tree.kv[-1]:probe]] = 0  # the last run ends with the last turn's action
+    return logps.detach(), (off_path.max() / norms.max()).item()
+
+
+def agree(logps, own_logps, dtype):
+    """Returns whether log-probs agree; 16 bits may round large logits by 0.5 on average."""
+    return (logps - own_logps).abs().mean() < (0.5 if dtype.itemsize == 2 else 1e-3)
+
+
+# --- chat templates -------------------------------------------------------------------------------
 
 # Two rules: prompt and action are the ids of the template's text of the dialogue, and only the
 # template writes control tokens such as <|im_end|>. If a message contains the text of one, as_plain
@@ -568,513 +1100,7 @@ def action_ids(tokenizer, action, history, thinking=0):
     return text_ids(tokenizer, full[len(prompt):] + end), 0
 
 
-# --- records to turns, pairs and batches ----------------------------------------------------------
-
-class Action(NamedTuple):
-    """A message or candidate of the agent, and what the models read of it."""
-    fields: dict     # those of the record
-    turn: tuple      # (prompt, action), or None if it is too long
-    ref_turn: tuple  # the turn that pi_ref reads, whose prompt may be another one
-
-
-class Trajectory(NamedTuple):
-    """A record, and what the models read of it."""
-    task: str      # the task's id
-    record: dict
-    actions: list  # [[Action]]: for each message of the agent, it and its candidates
-
-    def turns(self):
-        """Returns the turns of the agent's messages, in order."""
-        return tuple(message.turn for message, *_ in self.actions)
-
-    def order(self):
-        """Returns a key to sort by, so that pairs do not depend on which episode ended first."""
-        return self.task, self.record.get("sample", 0), self.record.get("meta", {}).get("seed", 0)
-
-
-def turn_actions(record):
-    """Yields (history, [message, *its candidates]) for each message of the agent."""
-    history = record["dialogue_history"]
-    for t, message in enumerate(history):
-        if message["role"] == "assistant":
-            yield history[:t], [message, *message.get("candidates", ())]
-
-
-def critic_turns(tokenizer, record, history, actions, *, pi_reads_c, ref_reads_c):
-    """Returns (pi's turn, pi_ref's turn) for each action after a history, for either trainer.
-
-    They differ only in the prompt. pi_reads_c, ref_reads_c: does the prompt of that model include
-    the hidden information, c? actions: messages or candidates.
-    """
-    thinking = record.get("meta", {}).get("thinking", 0)  # the setting it was sampled with
-
-    def prompt_ids(reads_c):
-        c = hidden_information(record["task"]) if reads_c else ""
-        messages = with_hidden(history, c) if c else history
-        return packed(render(tokenizer, messages, thinking))
-
-    prompt = prompt_ids(pi_reads_c)
-    ref_prompt = prompt if ref_reads_c == pi_reads_c else prompt_ids(ref_reads_c)
-    turns = []
-    for action in actions:
-        ids, n_dropped = action_ids(tokenizer, action, history, thinking)
-        # both prompts end alike, so the same number of tokens is dropped: see action_ids
-        turn = prompt[:len(prompt) - n_dropped], ids
-        ref_turn = ref_prompt[:len(ref_prompt) - n_dropped], ids
-        turns.append((turn, ref_turn))
-    return turns
-
-
-def read_trajectories(args, *fields, pi_reads_c, ref_reads_c):
-    """Returns [Trajectory] of stdin. fields: those a record must have; others: see critic_turns.
-
-    Actions that have more than --max_length tokens with their prompt are too long.
-    """
-    records = [*read_records(sys.stdin, "dialogue_history", *fields, to_train=True)]
-    _, tokenizer, config = find_model(args.model)
-    config = config.get_text_config()
-    longest = min(args.max_length, getattr(config, "max_position_embeddings", None) or math.inf)
-    with fail_on_error(f"the chat template of --model {args.model} can't be used"):
-        ending(tokenizer)  # else `save` would fail, after training
-    extra_ids, special = len(tokenizer) > config.vocab_size, control_tokens(tokenizer)[1]
-    trajectories = []
-    for r in records:
-        name = f"the task {task_id(r['task'])}"
-        for m in r["dialogue_history"]:
-            if m["role"] != "assistant" and special.search(m["content"]):
-                add_warning("messages contain a control token, kept as text", name)
-        if pi_reads_c and not hidden_information(r["task"]):
-            add_warning("records without hidden information for the critic", name)
-        check_opening(r)
-        trajectories.append(Trajectory(task_id(r["task"]), r, []))
-        for history, actions in turn_actions(r):
-            with fail_on_error(f"--model's chat template rejects {name}"):
-                turns = critic_turns(tokenizer, r, history, actions, pi_reads_c=pi_reads_c,
-                                     ref_reads_c=ref_reads_c)
-            read = []
-            for action, (turn, ref_turn) in zip(actions, turns):
-                if extra_ids and max(map(ord, "".join(turn))) >= config.vocab_size:
-                    fail(f"{name} has a token id outside --model's vocabulary of "
-                         f"{config.vocab_size} tokens: use the model that sampled it")
-                if sum(map(len, turn)) > longest:
-                    add_warning(f"turns exceed {longest} tokens (--max_length or --model's limit): "
-                                "they get no score, and their trajectories no pairs", name)
-                    turn = ref_turn = None
-                read.append(Action(action, turn, ref_turn))
-            trajectories[-1].actions.append(read)
-    print_warnings()
-    return trajectories
-
-
-def by_task(trajectories):
-    """Returns {(task id, pair): [Trajectory]}, sorted, without those with too long a turn."""
-    groups = {}  # `pair` keeps converted preference pairs apart; it is None for episodes
-    for t in sorted(trajectories, key=Trajectory.order):
-        if None not in t.turns():
-            groups.setdefault((t.task, t.record.get("pair")), []).append(t)
-    return groups
-
-
-class Pair(NamedTuple):
-    """A training example: two trajectories of a task, or two candidates of a turn."""
-    chosen: tuple         # all turns of the better trajectory, or the better candidate's one turn
-    rejected: tuple = ()  # likewise of the worse one; empty for --loss rft
-    gap: float = 0.0      # difference of rewards or of candidates' scores; read by edits
-
-
-def trajectory_pairs(trajectories, min_gap):
-    """Returns {task id: [Pair of its trajectories]} of those tasks that have a pair.
-
-    min_gap: see sides_of. Both trainers learn from these pairs, and measure accuracy on them.
-    """
-    groups, graders = {}, {}
-    for t in trajectories:
-        names = graders.setdefault(t.task, set())
-        names.add(t.record.get("reward_by"))
-        if not comparable(names):
-            add_warning("trajectories are paired by rewards of different graders: grade all "
-                        "episodes alike (colbench.py grade)", f"the task {t.task}")
-    print_warnings()
-    for (task, _), group in by_task(trajectories).items():
-        pairs = [Pair(chosen, rejected, gap=high - low)
-                 for (chosen, high), (rejected, low) in sides_of(group, min_gap)
-                 if chosen != rejected]
-        if pairs:
-            groups.setdefault(task, []).extend(pairs)
-    return groups
-
-
-def sides_of(group, min_gap):
-    """Returns [((turns, reward) of the better trajectory, the same of the worse)] of a task.
-
-    min_gap None: the first solved one with every unsolved one; else any two that differ by it.
-    """
-    sides = [(t.turns(), t.record["reward"]) for t in group]
-    if min_gap is None:
-        solved = [side for side in sides if side[1] >= 1]
-        return [(first, other) for first in solved[:1] for other in sides if other[1] < 1]
-    return [(better, worse) for better in sides for worse in sides
-            if better[1] > worse[1] and better[1] - worse[1] > min_gap - 1e-9]
-
-
-def why_no_pairs(trajectories, min_gap):
-    """Returns an error message for trajectories without a pair."""
-    tasks = by_task(trajectories)
-    n_long = len(trajectories) - sum(map(len, tasks.values()))
-    if not tasks:
-        why = "all are too long for --max_length or --model"
-    elif all(len({t.record["reward"] for t in group}) == 1 for group in tasks.values()):
-        why = ("no task has two that differ in reward: sample more episodes per task with "
-               "collect.py -k, or collect on easier or harder tasks")
-    elif min_gap is None:
-        why = "no task has both a solved and an unsolved one; try --min_gap 0"
-    else:
-        why = f"no task has two whose rewards differ by {min_gap} or more"
-    return f"no pairs in {len(trajectories)} trajectories, {n_long} of them too long: {why}"
-
-
-def hold_out(tasks, share, seed):
-    """Shuffles tasks; returns (training tasks, held out), with at least one to train on."""
-    tasks = list(tasks)
-    rng("held out", seed).shuffle(tasks)
-    n_held = min(math.ceil(share * len(tasks)), len(tasks) - 1)
-    return tasks[n_held:], tasks[:n_held]
-
-
-def turns_in(pairs):
-    """Returns the unique turns of some pairs, sorted."""
-    return sorted({turn for pair in pairs for turn in (*pair.chosen, *pair.rejected)})
-
-
-def all_batches(groups, batch_size, epochs, seed):
-    """Returns all batches of a run. Each epoch shuffles the groups, and keeps each together."""
-    batches = []
-    for epoch in range(epochs):
-        order = list(groups)
-        rng("order", seed, epoch).shuffle(order)
-        pairs = [pair for group in order for pair in group]
-        batches += [pairs[i:i + batch_size] for i in range(0, len(pairs), batch_size)]
-    return batches
-
-
-def mean_loss(losses):
-    """Returns (mean loss, {"accuracy": ..., "margin": ...}) of the (loss, margin) of each pair."""
-    losses, margins = zip(*losses)
-    margins = torch.stack(margins)  # (B,)
-    # the share of positive margins; one that rounds to 0 counts half
-    accuracy = ((margins.round(decimals=5).sign() + 1) / 2).double().mean().item()
-    return sum(losses) / len(losses), {"accuracy": accuracy, "margin": margins.mean().item()}
-
-
-def update(model, optimizer, step, loss, lr):
-    """Updates the weights by a step's loss, and returns the gradient's norm before clipping to 1.
-
-    Exits, with the weights as they were, if the loss or the norm is NaN or infinite.
-    """
-    loss.backward()  # each rank holds the gradient of its own turns; FSDP sums them
-    norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-    norm = (norm.full_tensor() if hasattr(norm, "full_tensor") else norm).item()  # if sharded
-    for name, value in ("loss", loss.item()), ("grad_norm", norm):
-        if not math.isfinite(value):
-            fail(f"step {step}: the {name} is {value}; the weights were not updated. "
-                 "Try a lower --lr or --beta, or --dtype fp32")
-    for group in optimizer.param_groups:
-        group["lr"] = lr
-    optimizer.step()
-    optimizer.zero_grad()
-    return norm
-
-
-# --- loading, sharding, saving --------------------------------------------------------------------
-
-def read_json(path):
-    """Returns the object in a JSON file, {} if there is no such file."""
-    with fail_on_error(f"{path} can't be read"):
-        return json.loads(Path(path).read_bytes()) if os.path.exists(path) else {}
-
-
-def eos_ids(path):
-    """Returns the list of EOS ids in a config.json or generation_config.json."""
-    eos = read_json(path).get("eos_token_id")
-    return eos if isinstance(eos, list) else [] if eos is None else [eos]
-
-
-def find_model(path, weights=False):
-    """Returns (folder, tokenizer, config) of a Hugging Face folder or hub name, or fails.
-
-    Weights are required, and downloaded from the hub, only if `weights` is true.
-    """
-    try:
-        if not os.path.isdir(path):
-            from huggingface_hub import snapshot_download
-            path = snapshot_download(path, allow_patterns=MODEL_FILES + ["*.safetensors"] * weights)
-        rows = rows_of(path)
-        if rows and "finished" not in rows[-1]:
-            raise ValueError("it is an unfinished run; repeat its command to resume it")
-        files = {*os.listdir(path)} - {"adapter_model.safetensors"}
-        check_files(path)
-        has_weights = any(name.endswith(".safetensors") for name in files)
-        if "adapter_config.json" in files and not has_weights:
-            raise ValueError("it is an adapter; merge it into its base model (merge_and_unload)")
-        config = AutoConfig.from_pretrained(path, trust_remote_code=False)
-        tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=False)
-    except Exception as e:  # transformers raises any error for a file that it can't parse
-        if exhausted_memory(e):
-            raise
-        name = "" if isinstance(e, (OSError, ValueError)) else f"{type(e).__name__}: "
-        fail(f"no model at {path!r}: {name}{(str(e) or repr(e)).splitlines()[0]}")
-    if weights and not has_weights:
-        fail(f"no weights at {path!r}: only safetensors files are supported")
-    if weights and getattr(config, "quantization_config", None):
-        fail(f"{path!r} has quantized weights, which are not supported: use the original model")
-    if weights:
-        check_index(path)
-    if not tokenizer.chat_template:
-        fail(f"the tokenizer of {path!r} has no chat template: use the instruction-tuned model")
-    return path, tokenizer, config
-
-
-def check_files(folder):
-    """Fails if a model's file is a pointer of Git LFS, or weights are damaged or incomplete."""
-    for path in chain(*map(Path(folder).glob, [*MODEL_FILES, "*.safetensors"])):
-        with open(path, "rb") as f:
-            refuse_pointer(f.read(100), path)
-        if path.suffix == ".safetensors":
-            with fail_on_error(f"{path} is damaged, or its download is incomplete", parses=True):
-                with safe_open(path, "pt"):  # reads the header, and compares the file's size
-                    pass
-
-
-@functools.cache  # a trainer asks twice for its --model
-def check_index(folder):
-    """Exits if a folder has model.safetensors and, by its index, shards with other weights.
-
-    transformers loads the former, so a stale one would be used instead of the shards.
-    """
-    single = os.path.join(folder, "model.safetensors")
-    files = read_json(single + ".index.json").get("weight_map", {})  # {name of a weight: its shard}
-    if not files or not os.path.exists(single):
-        return
-    with fail_on_error(f"{folder!r} has model.safetensors and an index of other weights, one of "
-                       "which is stale: remove it"), safe_open(single, "pt") as weights:
-        if different := sorted(files.keys() ^ {*weights.keys()}):
-            raise ValueError(f"only one of them has {different[0]}")
-        for name, file in files.items():
-            with safe_open(os.path.join(folder, file), "pt") as shard:
-                if not torch.equal(weights.get_tensor(name), shard.get_tensor(name)):
-                    raise ValueError(f"{name} differs")
-
-
-@functools.cache  # a trainer asks twice for its --model
-def weights_digest(folder):
-    """Returns a short hash of every byte of the safetensors files in a folder; None without any."""
-    def file_hash(name):
-        with open(os.path.join(folder, name), "rb") as f:
-            return name, hashlib.file_digest(f, "sha256").digest()
-
-    with fail_on_error(f"the weights in {folder} can't be read"), ThreadPoolExecutor() as pool:
-        files = sorted(glob.glob("*.safetensors", root_dir=folder))
-        return digest([*pool.map(file_hash, files)]) if files else None
-
-
-def base_digest(path):
-    """Returns weights_digest of --model, a folder or hub name, on rank 0; None on other ranks."""
-    return None if RANK else weights_digest(find_model(path, weights=True)[0])
-
-
-def pick_dtype(name, device):
-    """Returns the torch.dtype of --dtype; auto is bf16 on a GPU and fp32 on a CPU."""
-    if name == "auto":
-        name = "bf16" if device.type == "cuda" else "fp32"
-    return {"bf16": torch.bfloat16, "fp32": torch.float32}.get(name, name)
-
-
-def model_facts(args, device):
-    """Returns the facts about --model that the first row of metrics.jsonl has."""
-    return {"dtype": str(pick_dtype(args.dtype, device)), "model_weights": base_digest(args.model)}
-
-
-def load(path, device="cpu", dtype="fp32", args=None, train=False):
-    """Returns (TreeLM, tokenizer) of a folder or hub name, after checking its log-probs.
-
-    If trees do not reproduce the log-probs of transformers' own forward, the model is computed turn
-    by turn; if that fails too, the program exits. dtype, a value of --dtype, is that of computation
-    and of weights, except that weights to `train` are fp32. args: a trainer's flags, to shard the
-    model over all ranks, each of which reads the files; None: no sharding.
-    """
-    path, tokenizer, _ = find_model(path, weights=True)
-    device = torch.device(device)
-    dtype = pick_dtype(dtype, device)
-    as_stored = train and dtype != torch.float32  # so that the files are memory-mapped, not copied
-    with fail_on_error(f"the weights in {path!r} can't be read", parses=True):
-        lm, loading_info = AutoModelForCausalLM.from_pretrained(
-            path, dtype="auto" if as_stored else dtype, attn_implementation="eager",
-            use_safetensors=True, trust_remote_code=False, output_loading_info=True,
-            ignore_mismatched_sizes=True, generation_config=GenerationConfig())
-    if wrong := sorted(map(str, chain(*loading_info.values()))):  # missing, unexpected, mismatched
-        fail(f"the weights in {path!r} do not match its config.json: {wrong[:3]}")
-
-    model = TreeLM(lm, device)
-    first = model.config.vocab_size // 2  # an id far from special tokens
-    window = min(getattr(model.config, "sliding_window", None) or 0, 2048)
-    # two turns with a common prompt, and one longer than the window
-    turns = [(packed(first + i % 11 for i in range(length)), packed(first + i for i in action))
-             for length, action in [(8, (5, 6, 7, 8)), (8, (9, 6, 5, 4)), (window + 8, (3, 2, 1))]]
-    versions = [p._version for p in lm.parameters()]
-    with fail_on_error(f"{path!r} fails to run in transformers"), torch.no_grad():
-        own_logps = torch.cat([model(Tree([turn])) for turn in turns])  # its own forward, so far
-        _, leak = logps_and_leak(model, turns[:1])
-    if not own_logps.isfinite().all():
-        fail(f"the log-probs of {path!r} are NaN or infinite: check its weights")
-    if not leak < 1e-3:
-        fail(f"{path!r} is not a causal language model: its log-probs depend on later tokens")
-    # RWKV's forward changes its weights, and dynamic RoPE depends on the longest input so far
-    rope = str(getattr(model.config, "rope_parameters", None))
-    if versions != [p._version for p in lm.parameters()] or "'dynamic'" in rope:
-        fail(f"{path!r} is not supported: its log-probs depend on earlier forwards")
-    if not try_trees(model, turns[:2], own_logps):
-        lm.set_attn_implementation("eager")
-        say(f"warning: {path} does not support trees: it runs turn by turn and repeats prefixes")
-
-    if args:
-        checksum = int(weights_digest(path)[:10], 16)
-        if sum_over_ranks(checksum) != WORLD * checksum:
-            fail(f"the weights in {path!r} are not the same on all ranks")
-        shard(model, dtype, args, train)
-    if train:
-        model.float()
-    if not args or not args.offload:
-        model.to(device)
-    with fail_on_error(f"{path!r} fails on {device} (try --compile 0)"):
-        logps = torch.cat([*score(model, turns, math.inf).values()])
-    if not agree(logps, own_logps, model.dtype):
-        error = (logps - own_logps).abs().mean()
-        fail(f"the log-probs of {path!r} differ by {error:.2g} on average from those of its own "
-             "forward in transformers")
-    return model, tokenizer
-
-
-def try_trees(model, turns, own_logps):
-    """Switches to tree attention, and returns whether it reproduces the turns' own_logps."""
-    if not can_support_trees(model.config):
-        return False
-    try:
-        model.lm.set_attn_implementation("tree")
-        logps, leak = logps_and_leak(model, turns)
-    except Exception as e:  # any, such as AttributeError: GPT-2 has no lm.model
-        if exhausted_memory(e):
-            raise
-        say(f"warning: tree attention fails: {type(e).__name__}: {e}")
-        return False
-    # the leak shows whether layers other than attention mix the paths
-    return leak == 0 and agree(logps, own_logps[:len(logps)], model.dtype)
-
-
-def can_support_trees(config):
-    """Returns False for longrope and for layers that the short turns of `load` can't test."""
-    rope = str(getattr(config, "rope_parameters", None))
-    types = set(getattr(config, "layer_types", None) or ())
-    return "'longrope'" not in rope and not types - {"full_attention", "sliding_attention"}
-
-
-@torch.enable_grad()
-def logps_and_leak(model, turns):
-    """Returns ((A,) log-probs of actions in a tree, the leak).
-
-    The leak tells how strongly a log-prob depends on tokens that it must not see: the largest
-    gradient at the embedding of a token off its path, divided by the largest at any token. It is 0
-    if paths do not mix. turns must be sorted.
-    """
-    tree, embedded = Tree(turns), []
-    embeddings = model.lm.get_input_embeddings()
-    with embeddings.register_forward_hook(lambda module, args, out: embedded.append(out)):
-        logps = model(tree)
-    probe = -2  # the last action's second to last token, so that the last is off its path
-    gradient = torch.autograd.grad(logps[probe], embedded)[0].flatten(0, -2)  # (T, width)
-    norms = gradient.float().norm(dim=-1)  # (T,)
-    off_path = norms.clone()
-    off_path[tree.paths[-tree.kv[-1]:probe]] = 0  # the last run ends with the last turn's action
-    return logps.detach(), (off_path.max() / norms.max()).item()
-
-
-def agree(logps, own_logps, dtype):
-    """Returns whether log-probs agree; 16 bits may round large logits by 0.5 on average."""
-    return (logps - own_logps).abs().mean() < (0.5 if dtype.itemsize == 2 else 1e-3)
-
-
-def shard(model, dtype, args, train):
-    """Shards the model with FSDP2, to compute in dtype and to sum gradients in fp32."""
-    model.dtype = dtype
-    gpu = model.device.type == "cuda"
-    recompute = gpu if args.recompute is None else args.recompute
-    compiled = gpu and model.supports_trees if args.compile is None else args.compile
-    layers = model.layers()
-    if compiled:
-        model.head_logps = torch.compile(head_logps, dynamic=True)
-    for layer in layers:
-        if compiled:
-            layer.forward = torch.compile(layer.forward, dynamic=True)
-        if recompute and train:
-            layer.forward = functools.partial(checkpoint, layer.forward, use_reentrant=False)
-    if WORLD == 1 and not args.offload and (dtype == torch.float32 or not train):
-        return  # there is nothing to shard, to cast or to offload
-    mesh = init_device_mesh(model.device.type, (WORLD,))
-    offloading = CPUOffloadPolicy(pin_memory=gpu) if args.offload else OffloadPolicy()
-    precision = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
-    for module in (*layers, model):
-        fully_shard(module, mesh=mesh, mp_policy=precision, offload_policy=offloading)
-        if WORLD > 1:  # sum gradients, not average: losses are divided by the global count already
-            module.set_gradient_divide_factor(1.0)
-            module.set_force_sum_reduction_for_comms(True)
-    # by default FSDP prefetches for one tree only, so the others would wait for their weights
-    model.set_modules_to_backward_prefetch(layers[-1:])
-    for previous, layer in zip(layers, layers[1:]):
-        layer.set_modules_to_backward_prefetch([previous])
-    for layer in layers:  # else all recomputed layers stay gathered, which takes memory
-        layer.register_forward_hook(lambda layer, *_: layer.reshard())
-
-
-def load_lm(path, device, dtype="fp32"):
-    """Returns (transformers LM, tokenizer) to sample with. dtype: see `load`."""
-    model, tokenizer = load(path, device, dtype)
-    if not model.supports_trees:  # collect.py's attention and cache would be wrong, too
-        fail(f"sampling from {path!r} without a server is not supported, because of its layers or "
-             "attention: give a vLLM server by --engine")
-    model.lm.set_attn_implementation("eager")  # some families have no "sdpa"
-    return model.lm, tokenizer
-
-
-def finished_flags(folder, model=None):
-    """Returns the flags that a finished critic was trained with; flags.model is pi_ref's path."""
-    with fail_on_error(f"{folder or repr(folder)} is not a finished run of train_critic.py",
-                       parses=True):
-        rows = rows_of(folder)
-        if not rows:
-            raise ValueError("it has no metrics.jsonl of a run")
-        start = [row for row in rows if "args" in row][-1]
-        flags = SimpleNamespace(**start["args"])
-        if not hasattr(flags, "ref_context"):
-            raise ValueError("it is a run of train_policy.py")
-        if "finished" not in rows[-1]:
-            raise ValueError("it was interrupted; repeat its command to resume it")
-    if not model:  # look up pi_ref relative to the critic's folder, as both may have moved
-        old_model, old_out = (os.path.join(start["cwd"], path) for path in (flags.model, flags.out))
-        moved = os.path.join(folder, os.path.relpath(old_model, old_out))
-        model = moved if os.path.isdir(moved) else flags.model
-    if changed := changed_scripts(folder):
-        say(f"warning: the critic in {folder} was trained by another {changed}; to score as then, "
-            f"run its own copies (python {folder}/NAME.py)")
-    try:
-        found = base_digest(model)
-    except SystemExit as e:
-        fail(f"the pi_ref of the critic in {folder} is not there; move it back, or pass it to "
-             f"train_critic.py --score by --model ({e.code})")
-    if found not in (start["model_weights"], None):  # only rank 0 has a digest
-        fail(f"{model} is not the pi_ref of the critic in {folder}: its weights differ. Restore "
-             "them, or run train_critic.py with the right --model")
-    flags.model = model
-    return flags
-
+# --- saving ---------------------------------------------------------------------------------------
 
 def save(model, tokenizer, out):
     """Writes a Hugging Face folder: weights in model.dtype, and the base's other files.
@@ -1138,7 +1164,45 @@ def print_changed_share(out, base):
             "others' changes, if any, were too small for 16 bits")
 
 
-# --- the model card, and how to serve a policy ----------------------------------------------------
+# --- checkpoints ----------------------------------------------------------------------------------
+
+FLAT = StateDictOptions(flatten_optimizer_state_dict=True)  # {"state.PARAMETER.exp_avg": tensor}
+
+
+def training_state(model, optimizer):
+    """Returns (weights, moments, {name: tensor}), the last with all that training changes."""
+    weights, moments = get_state_dict(model, optimizer, options=FLAT)
+    tensors = {name: weights[name] for name, p in model.named_parameters() if p.requires_grad}
+    tensors.update((name, x) for name, x in moments.items() if torch.is_tensor(x))
+    tensors.update((f"extra.{name}", x) for name, x in model.extra.items())
+    return weights, moments, tensors
+
+
+def save_checkpoint(model, optimizer, out, step):
+    """Writes out/checkpoint-STEP atomically, then removes the previous checkpoint."""
+    tensors = training_state(model, optimizer)[2]
+    # safetensors hold no code; 32 files, as each is assembled in memory before it is written
+    file_of = {name: 1 + i % 32 for i, name in enumerate(tensors)}
+    with writing(os.path.join(out, f"checkpoint-{step}")) as part:
+        dcp.save(tensors, storage_writer=dcp.HuggingFaceStorageWriter(
+            part, fqn_to_index_mapping=file_of, save_distributed=True))
+    drop_checkpoints(out, keep=step)
+    barrier()  # so that no rank ends the program while rank 0 still writes
+
+
+def load_checkpoint(model, optimizer, log):
+    """Loads the last checkpoint in the folder of a Log, if there is one; removes all others."""
+    drop_checkpoints(log.out, keep=log.step)  # a kill may leave others, or partial ones
+    if log.step:
+        path = os.path.join(log.out, f"checkpoint-{log.step}")
+        with fail_on_error(f"{path} is damaged; choose another --out to start over", parses=True):
+            weights, moments, tensors = training_state(model, optimizer)
+            dcp.load(tensors, storage_reader=dcp.HuggingFaceStorageReader(path))
+            set_state_dict(model, optimizer, model_state_dict=weights, optim_state_dict=moments,
+                           options=FLAT)
+
+
+# --- model card -----------------------------------------------------------------------------------
 
 def example_dialogue(trajectories):
     """Returns what a program must know to talk with an agent that is trained on trajectories."""
@@ -1208,41 +1272,3 @@ def serving_section(dialogue):
             f"{'on' if dialogue['thinking'] else 'off'}. To serve the model with it, run here:",
             "", "```bash", "vllm serve . --generation-config vllm --chat-template serve.j2", "```",
             ""]
-
-
-# --- checkpoints: weights and moments for any number of processes ---------------------------------
-
-FLAT = StateDictOptions(flatten_optimizer_state_dict=True)  # {"state.PARAMETER.exp_avg": tensor}
-
-
-def training_state(model, optimizer):
-    """Returns (weights, moments, {name: tensor}), the last with all that training changes."""
-    weights, moments = get_state_dict(model, optimizer, options=FLAT)
-    tensors = {name: weights[name] for name, p in model.named_parameters() if p.requires_grad}
-    tensors.update((name, x) for name, x in moments.items() if torch.is_tensor(x))
-    tensors.update((f"extra.{name}", x) for name, x in model.extra.items())
-    return weights, moments, tensors
-
-
-def save_checkpoint(model, optimizer, out, step):
-    """Writes out/checkpoint-STEP atomically, then removes the previous checkpoint."""
-    tensors = training_state(model, optimizer)[2]
-    # safetensors hold no code; 32 files, as each is assembled in memory before it is written
-    file_of = {name: 1 + i % 32 for i, name in enumerate(tensors)}
-    with writing(os.path.join(out, f"checkpoint-{step}")) as part:
-        dcp.save(tensors, storage_writer=dcp.HuggingFaceStorageWriter(
-            part, fqn_to_index_mapping=file_of, save_distributed=True))
-    drop_checkpoints(out, keep=step)
-    barrier()  # so that no rank ends the program while rank 0 still writes
-
-
-def load_checkpoint(model, optimizer, log):
-    """Loads the last checkpoint in the folder of a Log, if there is one; removes all others."""
-    drop_checkpoints(log.out, keep=log.step)  # a kill may leave others, or partial ones
-    if log.step:
-        path = os.path.join(log.out, f"checkpoint-{log.step}")
-        with fail_on_error(f"{path} is damaged; choose another --out to start over", parses=True):
-            weights, moments, tensors = training_state(model, optimizer)
-            dcp.load(tensors, storage_reader=dcp.HuggingFaceStorageReader(path))
-            set_state_dict(model, optimizer, model_state_dict=weights, optim_state_dict=moments,
-                           options=FLAT)
