@@ -1,8 +1,8 @@
 """What both trainers share: records to turns to pairs, the log-probs of turns, and an update.
 
-A turn is (prompt, action): what the agent read and what it wrote. Both are strings with one
-character per token, chr(id), because strings sort, slice, compare and hash fast, and take 2 or 4
-bytes per token. Every loss and score is a function of `action_logps(model, turns)`.
+A `Turn` is what the agent read, its prompt, and what it wrote, its action. Both are strings with
+one character per token, chr(id), because strings sort, slice, compare and hash fast, and take 2 or
+4 bytes per token. Every loss and score is a function of `action_logps(model, turns)`.
 
 Turns share prefixes: candidates have the same history, each turn of a trajectory extends the one
 before, and all trajectories of a task start with its description. `Tree` stores each shared prefix
@@ -101,6 +101,12 @@ MAX_LOGITS = {"cpu": 2 ** 24, "cuda": 2 ** 27}  # logits per chunk: 64 MB or 512
 
 # --- turns and their tree -------------------------------------------------------------------------
 
+class Turn(NamedTuple):
+    """Prompt and action, one character per token; neither is empty."""
+    prompt: str
+    action: str
+
+
 def packed(ids):
     """Packs token ids into a string, the form in which turns hold them; map(ord, s) unpacks it."""
     return "".join(map(chr, ids))
@@ -116,7 +122,7 @@ def in_order(turns):
     """Yields (turn, its tokens, length of the prefix shared with the previous turn), sorted."""
     previous = ""
     for turn in sorted(turns, key="".join):
-        seq = "".join(turn)
+        seq = turn.prompt + turn.action
         yield turn, seq, common_prefix(previous, seq)
         previous = seq
 
@@ -142,7 +148,7 @@ class Tree:
             if runs and shared == len(runs[-1][2]):  # the turn extends the last run
                 start, _, _ = runs.pop()
             runs.append((start, new.stop, path))
-            action_of[turn] = torch.frombuffer(path, dtype=torch.long)[len(turn[0]):]
+            action_of[turn] = torch.frombuffer(path, dtype=torch.long)[len(turn.prompt):]
         scored, index = torch.cat([action_of[turn] for turn in turns]).unique(return_inverse=True)
 
         tensor = functools.partial(torch.as_tensor, dtype=torch.long, device=device)
@@ -323,7 +329,7 @@ def action_logps(model, turns, tree_tokens=math.inf, label=None):
     # Each tree takes the previous tree's output as an unused input, `anchor`. This makes autograd
     # finish tree n before it recomputes tree n - 1, so only one tree's activations are in memory.
     anchor = torch.ones((), requires_grad=True)
-    lengths = [[len(action) for _, action in part] for part in parts]
+    lengths = [[len(turn.action) for turn in part] for part in parts]
     by_part = [torch.zeros(sum(part)) for part in lengths]  # 0 for other ranks
     mine = range(RANK * trees, (RANK + 1) * trees)  # indices of this rank's parts
     for n in progress(label, mine) if label else mine:
@@ -365,8 +371,8 @@ def reference_logps(model, ref_turn_of, tree_tokens):
 class Action(NamedTuple):
     """A message or candidate of the agent, and what the models read of it."""
     fields: dict     # those of the record
-    turn: tuple      # (prompt, action), or None if it is too long
-    ref_turn: tuple  # the turn that pi_ref reads, whose prompt may be another one
+    turn: Turn       # what pi reads; None if it is too long
+    ref_turn: Turn   # what pi_ref reads, whose prompt may be another one
 
 
 class Trajectory(NamedTuple):
@@ -411,8 +417,8 @@ def critic_turns(tokenizer, record, history, actions, *, pi_reads_c, ref_reads_c
     for action in actions:
         ids, n_dropped = action_ids(tokenizer, action, history, thinking)
         # both prompts end alike, so the same number of tokens is dropped: see action_ids
-        turn = prompt[:len(prompt) - n_dropped], ids
-        ref_turn = ref_prompt[:len(ref_prompt) - n_dropped], ids
+        turn = Turn(prompt[:len(prompt) - n_dropped], ids)
+        ref_turn = Turn(ref_prompt[:len(ref_prompt) - n_dropped], ids)
         turns.append((turn, ref_turn))
     return turns
 
@@ -445,10 +451,10 @@ def read_trajectories(args, *fields, pi_reads_c, ref_reads_c):
                                      ref_reads_c=ref_reads_c)
             read = []
             for action, (turn, ref_turn) in zip(actions, turns):
-                if extra_ids and max(map(ord, "".join(turn))) >= config.vocab_size:
+                if extra_ids and max(map(ord, turn.prompt + turn.action)) >= config.vocab_size:
                     fail(f"{name} has a token id outside --model's vocabulary of "
                          f"{config.vocab_size} tokens: use the model that sampled it")
-                if sum(map(len, turn)) > longest:
+                if len(turn.prompt + turn.action) > longest:
                     add_warning(f"turns exceed {longest} tokens (--max_length or --model's limit): "
                                 "they get no score, and their trajectories no pairs", name)
                     turn = ref_turn = None
@@ -750,7 +756,7 @@ def load(path, device="cpu", dtype="fp32", args=None, train=False):
     first = model.config.vocab_size // 2  # an id far from special tokens
     window = min(getattr(model.config, "sliding_window", None) or 0, 2048)
     # two turns with a common prompt, and one longer than the window
-    turns = [(packed(first + i % 11 for i in range(length)), packed(first + i for i in action))
+    turns = [Turn(packed(first + i % 11 for i in range(length)), packed(first + i for i in action))
              for length, action in [(8, (5, 6, 7, 8)), (8, (9, 6, 5, 4)), (window + 8, (3, 2, 1))]]
     versions = [p._version for p in lm.parameters()]
     with fail_on_error(f"{path!r} fails to run in transformers"), torch.no_grad():

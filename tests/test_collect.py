@@ -152,7 +152,7 @@ def test_best_of_sends_the_critics_favourite(ref_reads, tasks, rewarded, tiny_di
     for turn in range(6):
         key = (0, task["id"], 0, turn)
         drawn = sample(p, prompts["agent"], [(*key, j) for j in range(5)])
-        turns, ref_turns = ([(M.packed(prompts[reads]), M.packed(ids)) for ids, _ in drawn]
+        turns, ref_turns = ([M.Turn(M.packed(prompts[reads]), M.packed(ids)) for ids, _ in drawn]
                             for reads in ("hidden", ref_reads))
         logps, ref_logps = M.score(pi, turns, 4096), M.score(pi_ref, ref_turns, 4096)
         scores = [advantage(logps[a], ref_logps[b]).item() for a, b in zip(turns, ref_turns)]
