@@ -118,7 +118,7 @@ def common_prefix(a, b):
     return bisect_left(shorter, True, key=lambda n: not b.startswith(a[:n + 1]))
 
 
-def in_order(turns):
+def sorted_with_prefix_lengths(turns):
     """Yields (turn, its tokens, length of the prefix shared with the previous turn), sorted."""
     previous = ""
     for turn in sorted(turns, key="".join):
@@ -138,7 +138,7 @@ class Tree:
         runs = []  # [(start, end, path)]; the flat indices of the run are range(start, end)
         action_of = {}  # {turn: flat indices of its action}
         path = array("q")  # flat indices of the current turn's tokens
-        for turn, seq, shared in in_order(turns):
+        for turn, seq, shared in sorted_with_prefix_lengths(turns):
             new = range(len(ids), len(ids) + len(seq) - shared)
             path = path[:shared] + array("q", new)
             ids += map(ord, seq[shared:])
@@ -297,7 +297,10 @@ class TreeLM(torch.nn.Module):
         return [*max(lists, key=lambda m: sum(p.numel() for p in m.parameters()))]
 
     def forward(self, tree, anchor=None):
-        """Returns the log-probs of the actions, (A,), in turn order. anchor: see action_logps."""
+        """Returns the log-probs of the actions, (A,), in turn order.
+
+        anchor: an unused input, on which the output depends for autograd; see action_logps.
+        """
         previous, targets = tree.parent[tree.scored], tree.ids[tree.scored]  # (S,), (S,)
         if not self.supports_trees:
             out = self.lm(input_ids=tree.ids[None], use_cache=False, logits_to_keep=previous)
@@ -326,8 +329,8 @@ def action_logps(model, turns, tree_tokens=math.inf, label=None):
     parts = partition(turns, tree_tokens if model.supports_trees else 0)
     trees = len(parts) // WORLD  # the same number on each rank, as all join every collective
     recompute = trees > 1 and torch.is_grad_enabled()
-    # Each tree takes the previous tree's output as an unused input, `anchor`. This makes autograd
-    # finish tree n before it recomputes tree n - 1, so only one tree's activations are in memory.
+    # Each tree takes the previous tree's output as an unused input, `anchor`. So autograd has to
+    # finish tree n before it recomputes tree n - 1, and one tree's activations are in memory.
     anchor = torch.ones((), requires_grad=True)
     lengths = [[len(turn.action) for turn in part] for part in parts]
     by_part = [torch.zeros(sum(part)) for part in lengths]  # 0 for other ranks
@@ -385,7 +388,7 @@ class Trajectory(NamedTuple):
         """Returns the turns of the agent's messages, in order."""
         return tuple(message.turn for message, *_ in self.actions)
 
-    def order(self):
+    def sort_key(self):
         """Returns a key to sort by, so that pairs do not depend on which episode ended first."""
         return self.task, self.record.get("sample", 0), self.record.get("meta", {}).get("seed", 0)
 
@@ -433,7 +436,7 @@ def read_trajectories(args, *fields, pi_reads_c, ref_reads_c):
     config = config.get_text_config()
     longest = min(args.max_length, getattr(config, "max_position_embeddings", None) or math.inf)
     with fail_on_error(f"the chat template of --model {args.model} can't be used"):
-        ending(tokenizer)  # else `save` would fail, after training
+        end_of_message(tokenizer)  # else `save` would fail, after training
     extra_ids, special = len(tokenizer) > config.vocab_size, control_tokens(tokenizer)[1]
     trajectories = []
     for r in records:
@@ -469,7 +472,7 @@ def read_trajectories(args, *fields, pi_reads_c, ref_reads_c):
 def by_task(trajectories):
     """Returns {(task id, pair): [Trajectory]}, sorted, without those with too long a turn."""
     groups = {}  # `pair` keeps converted preference pairs apart; it is None for episodes
-    for t in sorted(trajectories, key=Trajectory.order):
+    for t in sorted(trajectories, key=Trajectory.sort_key):
         if None not in t.turns():
             groups.setdefault((t.task, t.record.get("pair")), []).append(t)
     return groups
@@ -596,7 +599,8 @@ def partition(turns, tree_tokens, world=WORLD):
     the lowest limit (within 1 %) that needs no more parts, which makes them about equally large.
     Copies of the last part make their number a multiple of the ranks.
     """
-    rows = [(turn, len(seq), shared) for turn, seq, shared in in_order(dict.fromkeys(turns))]
+    rows = [(turn, len(seq), shared)
+            for turn, seq, shared in sorted_with_prefix_lengths(dict.fromkeys(turns))]
 
     def split(limit):
         """Returns parts of at most `limit` tokens and MAX_KEYS keys, or of a single turn."""
@@ -716,8 +720,8 @@ def weights_digest(folder):
 
 
 def base_digest(path):
-    """Returns weights_digest of --model, a folder or hub name, on rank 0; None on other ranks."""
-    return None if RANK else weights_digest(find_model(path, weights=True)[0])
+    """Returns weights_digest of --model, which is a folder or hub name."""
+    return weights_digest(find_model(path, weights=True)[0])
 
 
 def pick_dtype(name, device):
@@ -743,37 +747,12 @@ def load(path, device="cpu", dtype="fp32", args=None, train=False):
     path, tokenizer, _ = find_model(path, weights=True)
     device = torch.device(device)
     dtype = pick_dtype(dtype, device)
-    as_stored = train and dtype != torch.float32  # so that the files are memory-mapped, not copied
-    with fail_on_error(f"the weights in {path!r} can't be read", parses=True):
-        lm, loading_info = AutoModelForCausalLM.from_pretrained(
-            path, dtype="auto" if as_stored else dtype, attn_implementation="eager",
-            use_safetensors=True, trust_remote_code=False, output_loading_info=True,
-            ignore_mismatched_sizes=True, generation_config=GenerationConfig())
-    if wrong := sorted(map(str, chain(*loading_info.values()))):  # missing, unexpected, mismatched
-        fail(f"the weights in {path!r} do not match its config.json: {wrong[:3]}")
-
-    model = TreeLM(lm, device)
-    first = model.config.vocab_size // 2  # an id far from special tokens
-    window = min(getattr(model.config, "sliding_window", None) or 0, 2048)
-    # two turns with a common prompt, and one longer than the window
-    turns = [Turn(packed(first + i % 11 for i in range(length)), packed(first + i for i in action))
-             for length, action in [(8, (5, 6, 7, 8)), (8, (9, 6, 5, 4)), (window + 8, (3, 2, 1))]]
-    versions = [p._version for p in lm.parameters()]
-    with fail_on_error(f"{path!r} fails to run in transformers"), torch.no_grad():
-        own_logps = torch.cat([model(Tree([turn])) for turn in turns])  # its own forward, so far
-        _, leak = logps_and_leak(model, turns[:1])
-    if not own_logps.isfinite().all():
-        fail(f"the log-probs of {path!r} are NaN or infinite: check its weights")
-    if not leak < 1e-3:
-        fail(f"{path!r} is not a causal language model: its log-probs depend on later tokens")
-    # RWKV's forward changes its weights, and dynamic RoPE depends on the longest input so far
-    rope = str(getattr(model.config, "rope_parameters", None))
-    if versions != [p._version for p in lm.parameters()] or "'dynamic'" in rope:
-        fail(f"{path!r} is not supported: its log-probs depend on earlier forwards")
+    model = TreeLM(read_weights(path, dtype, train), device)
+    turns = probe_turns(model.config)
+    own_logps = own_forward_logps(model, turns, path)
     if not try_trees(model, turns[:2], own_logps):
-        lm.set_attn_implementation("eager")
+        model.lm.set_attn_implementation("eager")
         say(f"warning: {path} does not support trees: it runs turn by turn and repeats prefixes")
-
     if args:
         checksum = int(weights_digest(path)[:10], 16)
         if sum_over_ranks(checksum) != WORLD * checksum:
@@ -783,13 +762,21 @@ def load(path, device="cpu", dtype="fp32", args=None, train=False):
         model.float()
     if not args or not args.offload:
         model.to(device)
-    with fail_on_error(f"{path!r} fails on {device} (try --compile 0)"):
-        logps = torch.cat([*score(model, turns, math.inf).values()])
-    if not agree(logps, own_logps, model.dtype):
-        error = (logps - own_logps).abs().mean()
-        fail(f"the log-probs of {path!r} differ by {error:.2g} on average from those of its own "
-             "forward in transformers")
+    verify(model, turns, own_logps, path)
     return model, tokenizer
+
+
+def read_weights(path, dtype, train):
+    """Returns the transformers LM of a folder, in `dtype`; one to `train` may keep the files'."""
+    as_stored = train and dtype != torch.float32  # so that the files are memory-mapped, not copied
+    with fail_on_error(f"the weights in {path!r} can't be read", parses=True):
+        lm, loading_info = AutoModelForCausalLM.from_pretrained(
+            path, dtype="auto" if as_stored else dtype, attn_implementation="eager",
+            use_safetensors=True, trust_remote_code=False, output_loading_info=True,
+            ignore_mismatched_sizes=True, generation_config=GenerationConfig())
+    if wrong := sorted(map(str, chain(*loading_info.values()))):  # missing, unexpected, mismatched
+        fail(f"the weights in {path!r} do not match its config.json: {wrong[:3]}")
+    return lm
 
 
 def shard(model, dtype, args, train):
@@ -859,7 +846,7 @@ def finished_flags(folder, model=None):
     except SystemExit as e:
         fail(f"the pi_ref of the critic in {folder} is not there; move it back, or pass it to "
              f"train_critic.py --score by --model ({e.code})")
-    if found not in (start["model_weights"], None):  # only rank 0 has a digest
+    if found != start["model_weights"]:
         fail(f"{model} is not the pi_ref of the critic in {folder}: its weights differ. Restore "
              "them, or run train_critic.py with the right --model")
     flags.model = model
@@ -867,6 +854,44 @@ def finished_flags(folder, model=None):
 
 
 # --- proofs ---------------------------------------------------------------------------------------
+
+def probe_turns(config):
+    """Returns three turns: two with a common prompt, and one longer than the sliding window."""
+    first = config.vocab_size // 2  # an id far from special tokens
+    window = min(getattr(config, "sliding_window", None) or 0, 2048)
+    return [Turn(packed(first + i % 11 for i in range(length)), packed(first + i for i in action))
+            for length, action in [(8, (5, 6, 7, 8)), (8, (9, 6, 5, 4)), (window + 8, (3, 2, 1))]]
+
+
+def own_forward_logps(model, turns, path):
+    """Returns the turns' log-probs, (A,), by transformers' own forward, turn by turn.
+
+    Exits if they are not those of a causal LM, or depend on earlier forwards.
+    """
+    versions = [p._version for p in model.parameters()]
+    with fail_on_error(f"{path!r} fails to run in transformers"), torch.no_grad():
+        own_logps = torch.cat([model(Tree([turn])) for turn in turns])
+        _, leak = logps_and_leak(model, turns[:1])
+    if not own_logps.isfinite().all():
+        fail(f"the log-probs of {path!r} are NaN or infinite: check its weights")
+    if not leak < 1e-3:
+        fail(f"{path!r} is not a causal language model: its log-probs depend on later tokens")
+    # RWKV's forward changes its weights, and dynamic RoPE depends on the longest input so far
+    rope = str(getattr(model.config, "rope_parameters", None))
+    if versions != [p._version for p in model.parameters()] or "'dynamic'" in rope:
+        fail(f"{path!r} is not supported: its log-probs depend on earlier forwards")
+    return own_logps
+
+
+def verify(model, turns, own_logps, path):
+    """Exits if the model, ready for use, does not reproduce the turns' own_logps."""
+    with fail_on_error(f"{path!r} fails on {model.device} (try --compile 0)"):
+        logps = torch.cat([*score(model, turns, math.inf).values()])
+    if not agree(logps, own_logps, model.dtype):
+        error = (logps - own_logps).abs().mean()
+        fail(f"the log-probs of {path!r} differ by {error:.2g} on average from those of its own "
+             "forward in transformers")
+
 
 def try_trees(model, turns, own_logps):
     """Switches to tree attention, and returns whether it reproduces the turns' own_logps."""
@@ -1022,7 +1047,7 @@ def render(tokenizer, messages, thinking=0):
 
 
 @functools.cache
-def ending(tokenizer):
+def end_of_message(tokenizer):
     """Returns the end of an assistant's message: template text up to a control token, else EOS."""
     after = template_text(tokenizer, PROBE, 0, False).rpartition("\ue000")[2]
     if control := control_tokens(tokenizer)[0].search(after):
@@ -1033,7 +1058,7 @@ def ending(tokenizer):
     return tokenizer.eos_token
 
 
-def opened_thought(tokenizer, thinking=0):
+def think_prefix(tokenizer, thinking=0):
     """Returns "<think>" if the generation prompt opens a thought, which outputs continue, or "".
 
     Fails if the template writes a header before an assistant's message but no prompt.
@@ -1042,12 +1067,13 @@ def opened_thought(tokenizer, thinking=0):
     header = template_text(tokenizer, PROBE, 0, False).removeprefix(prompt).partition("\ue000")[0]
     if prompt == bare and header.strip():
         fail(f"this --model's chat template has no generation prompt: add {header!r}")
-    return "<think>" * ("<think>" in prompt.removeprefix(bare).rpartition("</think>")[2])
+    opened = "<think>" in prompt.removeprefix(bare).rpartition("</think>")[2]
+    return "<think>" if opened else ""
 
 
 def stop_ids(tokenizer, folder):
-    """Returns {token id} that end a sampled message: the last one of `ending`, and every EOS."""
-    ids = {ord(text_ids(tokenizer, ending(tokenizer))[-1]), tokenizer.eos_token_id}
+    """Returns {token id} that end a sampled message: end_of_message's last one, and every EOS."""
+    ids = {ord(text_ids(tokenizer, end_of_message(tokenizer))[-1]), tokenizer.eos_token_id}
     ids.update(*(eos_ids(os.path.join(folder, name)) for name in CONFIGS))
     return {i for i in ids if i is not None and 0 <= i < len(tokenizer)}
 
@@ -1056,29 +1082,47 @@ def action_ids(tokenizer, action, history, thinking=0):
     """Returns (packed ids of the action, number of tokens to drop from the end of the prompt).
 
     The `token_ids` of a sampled message follow the whole prompt. For other messages, prompt and
-    action together are the template's text of the dialogue, up to the message's ending. This text
+    action together are the template's text of the dialogue, up to the end of the message. This text
     does not begin with the prompt if the generation prompt ends in "<think>", which templates omit
     from the messages of a dialogue. A stored `output` follows the whole prompt even then; for a
     stored `content`, the end of the prompt from which on the two texts differ is dropped:
 
         prompt <|assistant|><think>    full <|assistant|>which rate?<|end|>    dropped: 1
     """
-    if ids := action.get("token_ids"):
-        matches = max(ids) < len(tokenizer)
-        if matches and "logprobs" in action and "output" in action:  # candidates have no `logprobs`
-            texts = tokenizer.decode(ids, skip_special_tokens=True), action["output"]
-            short, long = sorted((text.strip().rstrip("\ufffd") for text in texts), key=len)
-            matches = long.startswith(short)
-        if not matches:
-            fail("token_ids in the records are not of this --model's tokenizer: "
-                 "use the model that sampled them")
-        return packed(ids), 0
+    if action.get("token_ids"):
+        check_token_ids(tokenizer, action)
+        return packed(action["token_ids"]), 0
+    prompt = template_text(tokenizer, history, thinking, add_prompt=True)
+    full = stored_text(tokenizer, action, history, thinking, prompt)
+    prompt_ids, full_ids = text_ids(tokenizer, prompt), text_ids(tokenizer, full)
+    if not full.startswith(prompt):  # both continue their common prefix
+        common = common_prefix(prompt_ids, full_ids)
+        return full_ids[common:], len(prompt_ids) - common
+    if full_ids.startswith(prompt_ids):
+        return full_ids.removeprefix(prompt_ids), 0
+    # a token would span prompt and action: separate them
+    return text_ids(tokenizer, full[len(prompt):]), 0
 
+
+def check_token_ids(tokenizer, action):
+    """Exits if a sampled message's token_ids are not of this tokenizer."""
+    ids = action["token_ids"]
+    matches = max(ids) < len(tokenizer)
+    if matches and "logprobs" in action and "output" in action:  # candidates have no `logprobs`
+        texts = tokenizer.decode(ids, skip_special_tokens=True), action["output"]
+        short, long = sorted((text.strip().rstrip("\ufffd") for text in texts), key=len)
+        matches = long.startswith(short)
+    if not matches:
+        fail("token_ids in the records are not of this --model's tokenizer: "
+             "use the model that sampled them")
+
+
+def stored_text(tokenizer, action, history, thinking, prompt):
+    """Returns the text of a dialogue up to the end of a stored message; see action_ids."""
     text = action.get("output") or action.get("content") or ""
     message = {"role": "assistant", "content": text}
     if control := control_tokens(tokenizer)[1].search(text):
         add_warning("messages contain a control token, kept as text", f"{control[0]!r}")
-    prompt = template_text(tokenizer, history, thinking, add_prompt=True)
     full = template_text(tokenizer, [*history, message], thinking, add_prompt=False)
     before_action, plain = prompt, as_plain(tokenizer, message)
     if not full.startswith(prompt) or plain.strip() not in full[len(prompt):]:
@@ -1093,17 +1137,11 @@ def action_ids(tokenizer, action, history, thinking=0):
             before_action = template_text(tokenizer, history, thinking, add_prompt=False)
             if not full.startswith(before_action):
                 raise ValueError("it changes the history from {!r} to {!r}".format(*excerpts))
-    end = ending(tokenizer)
-    if (index := full.rfind(end, len(before_action))) >= 0:
+    end = end_of_message(tokenizer)
+    index = full.rfind(end, len(before_action))
+    if index >= 0:
         full = full[:index]
-    prompt_ids, full_ids = (text_ids(tokenizer, text) for text in (prompt, full + end))
-    if not full.startswith(prompt):  # both continue their common prefix
-        common = common_prefix(prompt_ids, full_ids)
-        return full_ids[common:], len(prompt_ids) - common
-    if full_ids.startswith(prompt_ids):
-        return full_ids.removeprefix(prompt_ids), 0
-    # a token would span prompt and action: separate them
-    return text_ids(tokenizer, full[len(prompt):] + end), 0
+    return full + end
 
 
 # --- saving ---------------------------------------------------------------------------------------
@@ -1147,27 +1185,30 @@ def save(model, tokenizer, out):
 
 
 def print_changed_share(out, base):
-    """Prints which share of the weights in `out` differs from those of the base, both folders.
+    """Prints which share of the weights in the folder `out` differs from those in `base`.
 
-    Training keeps fp32 weights, and rounding to 16 bits undoes changes that are too small. It reads
-    one tensor at a time. Tensors that the base lacks, or has in another shape, are left out.
+    Training keeps fp32 weights, and rounding to 16 bits undoes changes that are too small.
     """
-    def files_of(folder):
-        opened = [stack.enter_context(safe_open(path, "pt"))
-                  for path in sorted(Path(folder).glob("*.safetensors"))]
-        return {name: f for f in opened for name in f.keys()}
-
     changed = total = 0
     with contextlib.ExitStack() as stack:
-        new, old = files_of(out), files_of(base)
+        new, old = open_weights(out, stack), open_weights(base, stack)
         for name in new.keys() & old.keys():
-            saved, before = (f[name].get_tensor(name) for f in (new, old))
+            saved, before = new[name].get_tensor(name), old[name].get_tensor(name)
             if saved.shape == before.shape:
                 changed += (saved != before.to(saved.dtype)).sum().item()
                 total += saved.numel()
     if total:
         say(f"{100 * changed / total:.2f} % of the weights in {out} differ from the base's; the "
             "others' changes, if any, were too small for 16 bits")
+
+
+def open_weights(folder, stack):
+    """Returns {name of a weight: its file, which is open until the ExitStack ends} of a folder."""
+    files = {}
+    for path in Path(folder).glob("*.safetensors"):
+        file = stack.enter_context(safe_open(path, "pt"))
+        files |= dict.fromkeys(file.keys(), file)
+    return files
 
 
 # --- checkpoints ----------------------------------------------------------------------------------
@@ -1210,71 +1251,82 @@ def load_checkpoint(model, optimizer, log):
 
 # --- model card -----------------------------------------------------------------------------------
 
+CARD = """\
+---
+{base_model}library_name: transformers
+---
+
+- base: {base}
+- command: `{command}`
+- code: {version}
+- pairs_hash: {pairs_hash}
+- last metrics: `{metrics}`
+"""
+SERVING = """
+## Serving
+
+In training a dialogue has at most {max_turns} messages of the agent, and begins like this:
+
+```json
+{opening}
+```
+
+colbench.py's `first_message(task, max_turns={max_turns})` writes this for a task with these fields
+and its own `problem_description`:
+
+```json
+{task}
+```
+
+`serve.j2` is the chat template as in training: any date is {date}, and thinking is {thinking}.
+To serve the model with it, run here:
+
+```bash
+vllm serve . --generation-config vllm --chat-template serve.j2
+```
+"""
+
+
+def write_card(out, tokenizer):
+    """Writes a run's model card, README.md, unless there is one, and a policy's serve.j2."""
+    if RANK:
+        return
+    rows = rows_of(out)
+    start = [row for row in rows if "args" in row][-1]
+    base = start["args"]["model"]
+    card = CARD.format(
+        base=base, base_model="" if os.path.isdir(base) else f"base_model: {base}\n",
+        command=shlex.join(start["argv"]), version=start["version"],
+        pairs_hash=start["pairs_hash"], metrics=json.dumps([r for r in rows if "step" in r][-1]))
+    dialogue = start.get("dialogue")  # of a policy
+    if dialogue:
+        card += SERVING.format(
+            max_turns=dialogue["max_turns"], opening=json.dumps(dialogue["opening"]),
+            task=json.dumps(dialogue["task"]), date=f"{TODAY:%d %b %Y}",
+            thinking="on" if dialogue["thinking"] else "off")
+        # what a template may take from its caller, the date and thinking, is fixed to training's
+        template = (f"{{%- set enable_thinking = {'true' if dialogue['thinking'] else 'false'} "
+                    f"-%}}\n{STRFTIME_NOW}{tokenizer.get_chat_template()}")
+        with writing(os.path.join(out, "serve.j2")) as part:
+            Path(part).write_text(template, encoding="utf-8")
+    path = os.path.join(out, "README.md")  # which a model hub shows
+    if not os.path.exists(path):
+        with writing(path) as part:
+            Path(part).write_text(card, encoding="utf-8", errors="replace")
+
+
 def example_dialogue(trajectories):
-    """Returns what a program must know to talk with an agent that is trained on trajectories."""
-    first = min(trajectories, key=Trajectory.order)
-    task, meta = first.record["task"], first.record.get("meta", {})
-    history = first.record["dialogue_history"]
-    opening = [{"role": m["role"], "content": m["content"]}
-               for m in history[:[m["role"] for m in history].index("assistant")]]
+    """Returns what the card says about dialogues: how they begin, their length, their task."""
+    first = min(trajectories, key=Trajectory.sort_key)
+    task, history = first.record["task"], first.record["dialogue_history"]
+    n_opening = [m["role"] for m in history].index("assistant")
+    opening = [{"role": m["role"], "content": m["content"]} for m in history[:n_opening]]
     if opening:  # a demonstration may show the agent what only the critic will see
         shown = HIDDEN.format(hidden=hidden_information(task))
         opening[0]["content"] = opening[0]["content"].removeprefix(shown)
     # collect.py's --max_turns; else the most that there are
     turns = [t.record.get("meta", {}).get("max_turns", len(t.actions)) for t in trajectories]
     fields = {name: task[name] for name in ("kind", "agent_prompt") if name in task}
-    return {"opening": opening, "max_turns": max(turns), "thinking": meta.get("thinking", 0),
+    return {"opening": opening, "max_turns": max(turns),
+            "thinking": first.record.get("meta", {}).get("thinking", 0),
             "task": {"kind": task_kind(task), **fields}}
-
-
-def serving_template(tokenizer, thinking):
-    """Returns a chat template that needs no arguments to write the prompts of training.
-
-    It fixes what a template may take from its caller: the date, and whether the model thinks.
-    """
-    return (f"{{%- set enable_thinking = {str(bool(thinking)).lower()} -%}}\n{STRFTIME_NOW}"
-            f"{tokenizer.get_chat_template()}")
-
-
-def write_card(out, tokenizer):
-    """Writes a policy's serve.j2, and any run's model card, README.md, unless there is one."""
-    if RANK:
-        return
-    rows = rows_of(out)
-    start = [row for row in rows if "args" in row][-1]
-    dialogue = start.get("dialogue")  # of a policy
-    if dialogue:
-        with writing(os.path.join(out, "serve.j2")) as part:
-            template = serving_template(tokenizer, dialogue["thinking"])
-            Path(part).write_text(template, encoding="utf-8")
-    card = os.path.join(out, "README.md")  # which a model hub shows
-    if not os.path.exists(card):
-        with writing(card) as part:
-            lines = run_section(start, last=[row for row in rows if "step" in row][-1])
-            if dialogue:
-                lines += serving_section(dialogue)
-            Path(part).write_text("\n".join(lines), encoding="utf-8", errors="replace")
-
-
-def run_section(start, last):
-    """Returns the first lines of a model card. start, last: rows of metrics.jsonl."""
-    base = start["args"]["model"]
-    hub_name = [] if os.path.isdir(base) else [f"base_model: {base}"]
-    return ["---", *hub_name, "library_name: transformers", "---", "", f"- base: {base}",
-            f"- command: `{shlex.join(start['argv'])}`", f"- code: {start['version']}",
-            f"- pairs_hash: {start['pairs_hash']}", f"- last metrics: `{json.dumps(last)}`", ""]
-
-
-def serving_section(dialogue):
-    """Returns lines of a model card, of an example_dialogue."""
-    n, task = dialogue["max_turns"], dialogue["task"]
-    return ["## Serving", "",
-            f"In training a dialogue has at most {n} messages of the agent, and begins like this "
-            "one:", "", "```json", json.dumps(dialogue["opening"]), "```", "",
-            f"`first_message(task, max_turns={n})` in colbench.py writes such a beginning for a "
-            "task with the fields", "", "```json", json.dumps(task), "```", "",
-            "and its own `problem_description`. `serve.j2` is the chat template as it was in "
-            f"training: it prints the date {TODAY:%d %b %Y}, if it prints one, and thinking is "
-            f"{'on' if dialogue['thinking'] else 'off'}. To serve the model with it, run here:",
-            "", "```bash", "vllm serve . --generation-config vllm --chat-template serve.j2", "```",
-            ""]

@@ -203,7 +203,7 @@ def make_groups(args, trajectories):
     if args.loss == "mtdpo":
         return list(trajectory_pairs(trajectories, args.min_gap).items())
     groups, weights = [], base_digest(args.model)
-    for t in sorted(trajectories, key=Trajectory.order):
+    for t in sorted(trajectories, key=Trajectory.sort_key):
         pairs = [pair for _, *candidates in t.actions for pair in candidate_pairs(args, candidates)]
         groups.append((t.task, pairs))
         meta = t.record.get("meta", {})

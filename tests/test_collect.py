@@ -642,10 +642,10 @@ def test_a_template_without_a_generation_prompt_is_refused(tiny_dir):
                "[/INST]{% else %} {{ m['content'] }}</s>{% endif %}{% endfor %}")
     tokenizer = M.find_model(tiny_dir)[1]
     tokenizer.chat_template = mistral
-    M.opened_thought(tokenizer)  # it needs none
+    M.think_prefix(tokenizer)  # it needs none
     tokenizer.chat_template = chatml
     with pytest.raises(SystemExit, match="no generation prompt.*<.im_start.>assistant"):
-        M.opened_thought(tokenizer)
+        M.think_prefix(tokenizer)
 
 
 def test_a_hidden_task_is_warned_of_once_before_the_episodes(tasks, playing):

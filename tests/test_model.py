@@ -478,7 +478,7 @@ def test_no_layer_stays_gathered_after_its_forward(tiny_dir, recompute):
 
     And what is computed in 16 bits has their rounding, though its weights have 32.
     """
-    turns, gathered = [(chr(9) + chr(8), chr(i) + chr(7)) for i in range(6)], []
+    turns, gathered = [M.Turn(chr(9) + chr(8), chr(i) + chr(7)) for i in range(6)], []
     utils.init_distributed()
     try:
         flags = SimpleNamespace(offload=0, compile=0, recompute=recompute)
