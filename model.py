@@ -488,7 +488,7 @@ class Pair(NamedTuple):
 def trajectory_pairs(trajectories, min_gap):
     """Returns {task id: [Pair of its trajectories]} of those tasks that have a pair.
 
-    min_gap: see sides_of. Both trainers learn from these pairs, and measure accuracy on them.
+    min_gap: see pairs_of. Both trainers learn from these pairs, and measure accuracy on them.
     """
     groups, graders = {}, {}
     for t in trajectories:
@@ -499,25 +499,29 @@ def trajectory_pairs(trajectories, min_gap):
                         "episodes alike (colbench.py grade)", f"the task {t.task}")
     print_warnings()
     for (task, _), group in by_task(trajectories).items():
-        pairs = [Pair(chosen, rejected, gap=high - low)
-                 for (chosen, high), (rejected, low) in sides_of(group, min_gap)
-                 if chosen != rejected]
-        if pairs:
+        if pairs := pairs_of(group, min_gap):
             groups.setdefault(task, []).extend(pairs)
     return groups
 
 
-def sides_of(group, min_gap):
-    """Returns [((turns, reward) of the better trajectory, the same of the worse)] of a task.
+def pairs_of(group, min_gap):
+    """Returns [Pair] of trajectories of a task.
 
-    min_gap None: the first solved one with every unsolved one; else any two that differ by it.
+    min_gap None: the first solved one with every unsolved one; else any two whose rewards differ by
+    at least min_gap.
     """
-    sides = [(t.turns(), t.record["reward"]) for t in group]
-    if min_gap is None:
-        solved = [side for side in sides if side[1] >= 1]
-        return [(first, other) for first in solved[:1] for other in sides if other[1] < 1]
-    return [(better, worse) for better in sides for worse in sides
-            if better[1] > worse[1] and better[1] - worse[1] > min_gap - 1e-9]
+    rated = [(t.turns(), t.record["reward"]) for t in group]
+    first_solved = [(turns, reward) for turns, reward in rated if reward >= 1][:1]
+    pairs = []
+    for chosen, high in first_solved if min_gap is None else rated:
+        for rejected, low in rated:
+            if min_gap is None:
+                is_pair = low < 1
+            else:
+                is_pair = high > low and high - low > min_gap - 1e-9
+            if is_pair and chosen != rejected:
+                pairs.append(Pair(chosen, rejected, gap=high - low))
+    return pairs
 
 
 def why_no_pairs(trajectories, min_gap):
@@ -1316,17 +1320,20 @@ def write_card(out, tokenizer):
 
 
 def example_dialogue(trajectories):
-    """Returns what the card says about dialogues: how they begin, their length, their task."""
-    first = min(trajectories, key=Trajectory.sort_key)
-    task, history = first.record["task"], first.record["dialogue_history"]
-    n_opening = [m["role"] for m in history].index("assistant")
-    opening = [{"role": m["role"], "content": m["content"]} for m in history[:n_opening]]
-    if opening:  # a demonstration may show the agent what only the critic will see
-        shown = HIDDEN.format(hidden=hidden_information(task))
-        opening[0]["content"] = opening[0]["content"].removeprefix(shown)
+    """Returns what a program must know to talk with an agent trained on these trajectories."""
+    first = min(trajectories, key=Trajectory.sort_key).record
+    task, opening = first["task"], []  # opening: the messages before the agent's first
+    for message in first["dialogue_history"]:
+        if message["role"] == "assistant":
+            break
+        opening.append({"role": message["role"], "content": message["content"]})
+    # a demonstration may show the agent what only the critic will see
+    shown = HIDDEN.format(hidden=hidden_information(task))
+    opening[0]["content"] = opening[0]["content"].removeprefix(shown)
+    fields = {"kind": task_kind(task)}
+    if "agent_prompt" in task:
+        fields["agent_prompt"] = task["agent_prompt"]
     # collect.py's --max_turns; else the most that there are
     turns = [t.record.get("meta", {}).get("max_turns", len(t.actions)) for t in trajectories]
-    fields = {name: task[name] for name in ("kind", "agent_prompt") if name in task}
-    return {"opening": opening, "max_turns": max(turns),
-            "thinking": first.record.get("meta", {}).get("thinking", 0),
-            "task": {"kind": task_kind(task), **fields}}
+    return {"opening": opening, "max_turns": max(turns), "task": fields,
+            "thinking": first.get("meta", {}).get("thinking", 0)}

@@ -1,4 +1,4 @@
-"""A policy's model card, followed to the letter: an episode with a server that knows only messages."""
+"""A policy's model card, followed to the letter: an episode with a server that gets messages."""
 import json
 import re
 import shlex

@@ -911,7 +911,8 @@ def test_pair_accuracy_is_that_of_a_plain_loop_over_pairs(tmp_path, capsys):
             args = SimpleNamespace(out=out, score=score, min_gap=least, beta=1.0, nll_coef=0.0)
             train_critic.print_pair_accuracy(args, given, logps, ref)
             share = sum(correct) / len(correct)
-            said, kind = capsys.readouterr().err, "at least 0.3 apart" if least else "solved/unsolved"
+            said = capsys.readouterr().err
+            kind = "at least 0.3 apart" if least else "solved/unsolved"
             n = len({task for task, _, _ in values})
             assert (f"held-out pair accuracy {100 * share:.1f} % ({len(correct)} pairs {kind}, {n} "
                     "tasks the critic was not trained on)") in said
@@ -1013,7 +1014,8 @@ def test_rewards_that_round_to_1_or_0_are_these(tiny_dir):
     for _ in range(200):
         parts = [0.1] * 10 + [r.random() for _ in range(r.randrange(4))]
         r.shuffle(parts)
-        total = sum(parts[:len(parts) - len(parts) // 2]) + sum(parts[len(parts) - len(parts) // 2:])
+        half = len(parts) // 2
+        total = sum(parts[:half]) + sum(parts[half:])
         near.append(total - sum(sorted(parts)) + 1)
     for reward in (0.1 + 0.2 + 0.3 + 0.4, sum([0.1] * 10), 1 + 2 ** -52, *near):
         for base in (0, 1):

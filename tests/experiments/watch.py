@@ -2,8 +2,8 @@
 
     python tests/experiments/watch.py runs/critic runs/sweet --every 10    # seconds, until Ctrl-C
 
-One plot has the changes of log-prob of both sides of a policy's pairs, chosen and rejected (dashed).
-MANUAL.md, "How good is a critic?", says which curves to watch.
+One plot has the changes of log-prob of both sides of a policy's pairs, chosen and rejected
+(dashed). MANUAL.md, "Reports and figures", says which curves to watch.
 """
 import os
 import re
