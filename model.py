@@ -88,14 +88,7 @@ except ImportError:  # use torch's own kernel
 logging.set_verbosity_error()
 logging.disable_progress_bar()
 
-TODAY = datetime.date(2024, 7, 26)  # for templates that print the date, so that prompts stay equal
-# a macro, because transformers 5.22 turns Python functions into text; the newline is trimmed
-STRFTIME_NOW = "{%%- macro strftime_now(format) -%%}{{ format%s }}{%%- endmacro %%}\n" % "".join(
-    f"|replace('%{x}', '{TODAY.strftime('%' + x)}')"
-    for x in ("-d", "-m", "-H", "-I", "-M", "-S", "-j", *"aAbBcCdDeFGhHIjkmMpRSTuUVwWxXyYZ"))
 MAX_KEYS = 2 ** 19  # of a tree: 11 GB in a backward pass with 32 query and 8 KV heads of size 128
-CONFIGS = "config.json", "generation_config.json"
-MODEL_FILES = ["*.json", "*.jinja", "*.model", "*.txt", "additional_chat_templates/*.jinja"]
 MAX_LOGITS = {"cpu": 2 ** 24, "cuda": 2 ** 27}  # logits per chunk: 64 MB or 512 MB in fp32
 
 
@@ -633,6 +626,10 @@ def partition(turns, tree_tokens, world=WORLD):
 
 # --- loading and sharding -------------------------------------------------------------------------
 
+CONFIGS = "config.json", "generation_config.json"
+MODEL_FILES = ["*.json", "*.jinja", "*.model", "*.txt", "additional_chat_templates/*.jinja"]
+
+
 def read_json(path):
     """Returns the object in a JSON file, {} if there is no such file."""
     with fail_on_error(f"{path} can't be read"):
@@ -954,6 +951,11 @@ def agree(logps, own_logps, dtype):
 CUT = "\ud800"  # a lone surrogate, which no text contains
 # a dialogue to find what the template writes before and after a message of the assistant
 PROBE = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "\ue000"}]
+TODAY = datetime.date(2024, 7, 26)  # for templates that print the date, so that prompts stay equal
+# a macro, because transformers 5.22 turns Python functions into text; the newline is trimmed
+STRFTIME_NOW = "{%%- macro strftime_now(format) -%%}{{ format%s }}{%%- endmacro %%}\n" % "".join(
+    f"|replace('%{x}', '{TODAY.strftime('%' + x)}')"
+    for x in ("-d", "-m", "-H", "-I", "-M", "-S", "-j", *"aAbBcCdDeFGhHIjkmMpRSTuUVwWxXyYZ"))
 
 
 def any_of(texts):
