@@ -155,7 +155,7 @@ def test_a_policy_without_data_says_what_is_missing(flags, change, why, ranked, 
 
 
 def candidate(i, advantage, logprob=0, **fields):
-    return Action({"advantage": advantage, "logprob": logprob, **fields}, ("o", (i,)), None)
+    return Action({"advantage": advantage, "logprob": logprob, **fields}, M.Turn("o", (i,)), None)
 
 
 def test_candidate_pairs_are_distinct_ones_of_the_upper_half_against_the_lower():
