@@ -199,7 +199,7 @@ def print_pair_accuracy(args, trajectories, logps, ref_logps):
         f"{len({t.task for t in unseen})} tasks the critic was not trained on)")
     if metrics["accuracy"] < 2 / 3:
         say("warning: this is below two thirds; a policy trained on these advantages may get "
-            'worse: try another critic (README, "Trained or untrained critic")')
+            'worse: try another critic (README, "Should I train the critic?")')
 
 
 # --- data -----------------------------------------------------------------------------------------

@@ -624,8 +624,8 @@ def test_an_answer_is_run_for_the_tests_alone_whose_reference_has_a_value(grader
     some = task("def f(x):\n    if x == 1: return None\n    return {2: y, 3: 3}[x]".replace("y", "{}.pop"),
                 "f(1)", "f(2)", "f(3)", "f(4)")
     asked, run = [], grader.results
-    monkeypatch.setattr(grader, "results", lambda text, tests, **more: asked.append(tests)
-                        or run(text, tests, **more))
+    monkeypatch.setattr(grader, "results", lambda text, tests, *more, **named:
+                        asked.append(tests) or run(text, tests, *more, **named))
     graded = grader.grade(some, "def f(x): return x")
     none = "no expected value: "
     assert list(graded["tests"].values()) == [

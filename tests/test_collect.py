@@ -808,7 +808,7 @@ def test_a_human_is_a_file_with_a_function(tasks, tmp_path, playing):
                                    "the human's reply is not a string: 5",
                                    "KeyError: 'no such task'")):
         assert f"task {name}, sample 0 failed: {why}" in said
-    assert said.endswith(": 19 of 21 human replies failed\n")
+    assert said.endswith("; 19 of 21 human replies failed\n")
     assert str(end).startswith("error: 19 episodes failed and were not written")
 
 

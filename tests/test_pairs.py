@@ -118,12 +118,13 @@ def test_other_pairs_are_refused(flags):
         written([], *flags)
 
 
-def test_two_equal_texts_are_no_pair(scored, tiny_dir, capsys):
+def test_two_equal_texts_are_no_pair_and_a_file_without_pairs_is_an_error(scored, tiny_dir, capsys):
     for record in scored:
         for _, (_, *candidates) in M.turn_actions(record):
             for c in candidates:
                 c["output"] = "which rate?"
-    assert written(scored, "--model", tiny_dir) == []
+    with pytest.raises(SystemExit, match=f"error: no pairs in {len(scored)} records: no turn has"):
+        written(scored, "--model", tiny_dir)
     assert "pairs have two equal texts and are left out (the first: the task" in (
         capsys.readouterr().err)
 

@@ -64,9 +64,9 @@ def demos(args):
 def main(args):
     emit = open_stdout()
     if args.command == "model":
-        from toy import tiny  # imports torch
+        from toy import tiny_model  # imports torch
         args.shown = 0.5  # so that the hidden information's words are tokens, too
-        for part in tiny(demos(args), args.seed):
+        for part in tiny_model(demos(args), args.seed):
             part.save_pretrained(args.out)
     else:
         for record in demos(args) if args.command == "demos" else tasks("task", args):

@@ -42,7 +42,7 @@ def main(args):
     from model import find_model, read_trajectories
     from train_policy import make_groups
     trajectories = read_trajectories(args, pi_reads_c=False, ref_reads_c=False)
-    texts = texts_of_turns(trajectories, find_model(args.model)[1])
+    texts, n_written = texts_of_turns(trajectories, find_model(args.model)[1]), 0
     for task, pairs in make_groups(args, trajectories):
         for pair in pairs:
             prompt, chosen, thinking = texts[pair.chosen[0]]
@@ -55,7 +55,11 @@ def main(args):
             if thinking:
                 line["meta"] = {"thinking": 1}
             emit(line)
+            n_written += 1
     print_warnings()
+    if not n_written:
+        fail(f"no pairs in {len(trajectories)} records: no turn has two candidates of different "
+             "texts and scores (train_critic.py adds scores)")
 
 
 if __name__ == "__main__":

@@ -1,0 +1,197 @@
+"""Shows what a policy will learn from scored candidates: look here before you train one.
+
+    python tests/experiments/lessons.py --logprob_weight 0.1 < scored.jsonl
+
+The candidate pairs are those that train_policy.py draws with the same flags. A message is an answer,
+truncated (at --max_tokens), or else a question. The table on stderr has a row for each turn:
+
+    pairs       number of candidate pairs
+    answers     their share among chosen, among rejected and among all candidates, in %
+    truncated   their share in the upper and in the lower half of the ranking, in %
+    gap         mean advantage of the chosen less that of the rejected candidates
+    spread      standard deviation within a turn, averaged over turns: of the advantage, and of
+                --logprob_weight x log-prob
+    corr        correlation of these two within turns
+
+Then come warnings, and on stdout all numbers as one line of JSON.
+"""
+import math
+import sys
+from itertools import chain
+from pathlib import Path
+from statistics import fmean
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+from colbench import read_action, read_records, task_id  # noqa: E402
+from model import Action, Trajectory, packed, trajectory_pairs, turn_actions  # noqa: E402
+from train_policy import candidate_pairs  # noqa: E402
+from utils import fail, flag, open_stdout, parser, run, say  # noqa: E402
+
+COLUMNS = {  # {column of the table: name of its number}
+    "turn": "turn", "pairs": "pairs", "answers: chosen": "answers_chosen",
+    "rejected": "answers_rejected", "all": "answers", "truncated: upper": "truncated_upper",
+    "lower": "truncated_lower", "gap": "gap", "spread: advantage": "advantage_spread",
+    "log-prob": "logprob_spread", "corr": "correlation"}
+
+
+def get_args(argv=None):
+    p = parser(__doc__, "%(prog)s [flags] < scored.jsonl")
+    flag(p, "pairs_per_turn", 4, "as in train_policy.py", least=1)
+    flag(p, "logprob_weight", 0.0, "as in train_policy.py")
+    flag(p, "min_gap", None, "as in train_policy.py", kind=float)
+    flag(p, "seed", 0, "as in train_policy.py")
+    return p.parse_args(argv)
+
+
+# --- one turn -------------------------------------------------------------------------------------
+
+def kind_of(message):
+    """Returns "truncated", "answer" or "question"."""
+    if message.get("cut"):
+        return "truncated"
+    _, answer = read_action(message.get("output") or message["content"], last=False)
+    return "question" if answer is None else "answer"
+
+
+def action_of(message, prompt=""):
+    """Returns the Action of a message, whose turn has a made-up prompt: pairs need no other."""
+    ids = message.get("token_ids") or map(ord, message.get("output") or message["content"])
+    return Action(message, (prompt, packed(ids)), None)
+
+
+class Ranked:
+    """The scored candidates of one message, in the order of their values, and their pairs."""
+
+    def __init__(self, args, candidates):
+        def value(c):
+            return c["advantage"] + args.logprob_weight * c.get("logprob", 0)
+
+        ranked = sorted(candidates, key=value, reverse=True)
+        half = len(ranked) // 2
+        self.kinds = [kind_of(c) for c in ranked]
+        self.upper, self.lower = self.kinds[:half], self.kinds[len(ranked) - half:]
+        self.advantages = [c["advantage"] for c in ranked]
+        self.logprobs = [args.logprob_weight * c.get("logprob", 0) for c in ranked]
+        actions = [action_of(c) for c in candidates]
+        fields_of = {action.turn: action.fields for action in actions}
+        self.pairs = [(fields_of[pair.chosen[0]], fields_of[pair.rejected[0]])
+                      for pair in candidate_pairs(args, actions)]
+
+
+# --- all turns ------------------------------------------------------------------------------------
+
+def percent(kinds, kind):
+    """Returns the share of a kind among kinds in %, None without any."""
+    return round(100 * kinds.count(kind) / len(kinds), 1) if kinds else None
+
+
+def deviations(values):
+    """Returns what the values deviate from their mean by."""
+    mean = fmean(values)
+    return [x - mean for x in values]
+
+
+def spread(values):
+    return math.sqrt(fmean(x * x for x in deviations(values)))
+
+
+def correlation(turns):
+    """Returns the correlation of advantage and log-prob within turns, None if one is constant."""
+    a = [x for turn in turns for x in deviations(turn.advantages)]
+    b = [x for turn in turns for x in deviations(turn.logprobs)]
+    size = math.hypot(*a) * math.hypot(*b)
+    return round(sum(x * y for x, y in zip(a, b)) / size, 2) if size > 1e-12 else None
+
+
+def numbers_of(turns):
+    """Returns the numbers of some Ranked turns, see the module's docstring."""
+    pairs = [pair for turn in turns for pair in turn.pairs]
+    gaps = [chosen["advantage"] - rejected["advantage"] for chosen, rejected in pairs]
+    return {
+        "turns": len(turns), "pairs": len(pairs),
+        "answers_chosen": percent([kind_of(chosen) for chosen, _ in pairs], "answer"),
+        "answers_rejected": percent([kind_of(rejected) for _, rejected in pairs], "answer"),
+        "answers": percent([kind for turn in turns for kind in turn.kinds], "answer"),
+        "truncated_upper": percent([kind for turn in turns for kind in turn.upper], "truncated"),
+        "truncated_lower": percent([kind for turn in turns for kind in turn.lower], "truncated"),
+        "gap": round(fmean(gaps), 3) if gaps else None,
+        "advantage_spread": round(fmean(spread(turn.advantages) for turn in turns), 3),
+        "logprob_spread": round(fmean(spread(turn.logprobs) for turn in turns), 3),
+        "correlation": correlation(turns)}
+
+
+def ordered_pairs(args, records):
+    """Returns (how many trajectory pairs the sums of advantages order right, their number)."""
+    trajectories, advantages = [], {}  # advantages: {turn: its message's}
+    for number, record in enumerate(records):
+        messages = [message for _, (message, *_) in turn_actions(record)]
+        if "reward" not in record or not all("advantage" in m for m in messages):
+            continue
+        actions = [[action_of(m, f"{number}, {t}")] for t, m in enumerate(messages)]
+        advantages |= {action.turn: action.fields["advantage"] for action, in actions}
+        trajectories.append(Trajectory(task_id(record["task"]), record, actions))
+    right = n = 0
+    for pair in chain(*trajectory_pairs(trajectories, args.min_gap).values()):
+        chosen, rejected = (sum(advantages[turn] for turn in side) for side in pair[:2])
+        right += chosen > rejected
+        n += 1
+    return right, n
+
+
+# --- what to do -----------------------------------------------------------------------------------
+
+def warnings_of(rows, right, n):
+    """Yields texts. rows: {number of the turn, or "all": its numbers}."""
+    total = rows["all"]
+    by_turn = [row for number, row in rows.items() if number != "all" and row["pairs"]]
+    rejects = [row["answers_chosen"] < row["answers_rejected"] for row in by_turn
+               if row["answers_chosen"] or row["answers_rejected"]]
+    if n and right / n < 2 / 3:
+        yield "the advantages order fewer than two thirds of the trajectory pairs: try another critic"
+    if rejects and all(rejects):
+        yield ("in every turn answers are rejected more often than chosen: the policy may learn "
+               "never to answer (train_policy.py --mix 0.25 adds whole trajectories)")
+    if (total["truncated_upper"] or 0) > (total["truncated_lower"] or 0):
+        yield ("truncated messages rank higher than others: they are never chosen, but their turns' "
+               "pairs are unsound; sample again with a larger --max_tokens, or raise "
+               "--logprob_weight")
+    if total["logprob_spread"] > total["advantage_spread"]:
+        yield ("the log-prob ranks more than the advantage does: the policy will mostly learn what "
+               "it does anyway; lower --logprob_weight, or train a critic")
+
+
+def print_table(rows):
+    lines = [[*COLUMNS]]
+    for number, row in rows.items():
+        values = [{"turn": number, **row}[name] for name in COLUMNS.values()]
+        lines.append(["-" if value is None else str(value) for value in values])
+    widths = [max(map(len, column)) for column in zip(*lines)]
+    for line in lines:
+        say("  ".join(text.rjust(width) for text, width in zip(line, widths)))
+
+
+def main(args):
+    emit, by_turn = open_stdout(), {}  # {number of the turn: [Ranked]}
+    records = [*read_records(sys.stdin, "dialogue_history")]
+    for record in records:
+        for number, (_, (_, *candidates)) in enumerate(turn_actions(record), 1):
+            scored = [c for c in candidates if "advantage" in c]
+            if len(scored) > 1:
+                by_turn.setdefault(number, []).append(Ranked(args, scored))
+    if not by_turn:
+        fail("no turn has two candidates with an advantage, as train_critic.py adds it")
+    rows = {number: numbers_of(by_turn[number]) for number in sorted(by_turn)}
+    rows["all"] = numbers_of([*chain(*by_turn.values())])
+    print_table(rows)
+    right, n = ordered_pairs(args, records)
+    if n:
+        say(f"{100 * right / n:.1f} % of {n} trajectory pairs are ordered correctly by the sum of "
+            "their advantages")
+    warnings = [*warnings_of(rows, right, n)]
+    for text in warnings:
+        say(f"warning: {text}")
+    emit({"by_turn": rows, "trajectory_pairs": n, "ordered": right, "warnings": warnings})
+
+
+if __name__ == "__main__":
+    run(main, get_args())

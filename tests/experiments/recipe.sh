@@ -1,0 +1,87 @@
+#!/usr/bin/env bash
+# One recipe beside its rivals. Every method learns twice: from the base's episodes, then from those
+# of the policy that it made of them, so each has the same number of the human's replies.
+#
+#   bash tests/experiments/recipe.sh plain early long     # setups of compare.sh
+#   bash tests/experiments/recipe.sh spelled words        # orders of orders.sh
+#   SEEDS=0 METHODS="recipe rft" bash tests/experiments/recipe.sh plain
+#   SEED=1 MODEL=DIR FLAGS="--dtype bf16" bash tests/experiments/recipe.sh real     # real_model.sh
+#
+# The first round's policies are called METHOD, those of the second METHOD-2. A method is
+#   rft, mtdpo   the two rivals, by --loss of train_policy.py
+#   eq3          SWEET-RL. In the second round the same critic scores the new candidates
+#   untrained    SWEET-RL with the untrained critic, twice
+#   recipe       first round: ranked by the untrained critic if it orders two thirds of the pairs,
+#                else by eq. 3, with --mix 1. Second round: a critic is trained on the first
+#                policy's episodes (`trained`, with --nll_coef 1), and ranks its candidates
+# compare.sh's and real_model.sh's first lines say how to run less. Tables go to stderr, numbers to
+# runs/recipe.jsonl.
+. tests/experiments/compare.sh
+case " $* " in *" spelled "* | *" words "*) . tests/experiments/orders.sh; enter_orders ;; esac
+METHODS=${METHODS:-recipe rft mtdpo eq3 untrained}
+WEIGHT=${WEIGHT:-0.1}  # --logprob_weight
+
+orders_enough_pairs() {  # FILE: whether train_critic.py's messages name two thirds of the pairs
+  grep -o "held-out pair accuracy [0-9.]*" $1 | awk '{print $4 >= 66.7; exit}' | grep -q 1
+}
+scored_by() {  # CRITIC RECORDS: prints them with advantages
+  case $1 in
+    untrained) python train_critic.py --untrained 1 $FLAGS --model $critic_base < $2 ;;
+    eq3) code=. train_critic eq3 train ;;
+    eq3-again) python train_critic.py --score $first_dir/critic-eq3 $FLAGS < $2 ;;
+    trained) code=. train_critic trained train --ref_context agent --nll_coef 1 ;;
+  esac 2>> $dir/$1.log
+}
+sweet_by() {  # CRITIC NAME MIX
+  stage $dir/scored-$1.jsonl scored_by $1 $dir/train.jsonl
+  train_sweet $2 $3 $WEIGHT < $dir/scored-$1.jsonl
+}
+first_round() {  # METHOD
+  case $1 in
+    rft | mtdpo) train_$1 ;;
+    eq3 | untrained) sweet_by $1 $1 $mix ;;
+    recipe)
+      stage $dir/scored-untrained.jsonl scored_by untrained $dir/train.jsonl
+      if orders_enough_pairs $dir/untrained.log
+      then sweet_by untrained recipe $mix
+      else sweet_by eq3 recipe 1
+      fi ;;
+  esac
+}
+second_round() {  # METHOD, whose second policy is $dir/METHOD, too
+  case $1 in
+    rft | mtdpo) train_$1 ;;
+    eq3) sweet_by eq3-again eq3 $mix ;;
+    untrained) sweet_by untrained untrained $mix ;;
+    recipe) sweet_by trained recipe $mix ;;
+  esac
+}
+two_rounds() {  # METHOD
+  local first_dir=$dir dir=$dir base=$base
+  first_round $1
+  test_policies $1
+  base=$first_dir/$1
+  dir=$first_dir/again-$1
+  mkdir -p $dir
+  run_episodes train $base $first_dir/tasks.jsonl "${train_args[@]}"
+  second_round $1
+  test_policies $1
+  cp $dir/test-$1.jsonl $first_dir/test-$1-2.jsonl
+}
+all_methods() {
+  local method
+  setup_$setup
+  run_episodes test-base $base $tests ${test_args:-}
+  for method in $METHODS; do two_rounds $method; done
+}
+names() { for m in $METHODS; do echo $m-2; done; for m in $METHODS; do echo $m; done; echo base; }
+
+mix=${MIX:-0.25}
+if ! [ -e orders.py ]; then
+  make_tests tests
+  make_tests tests-long --min_slots 4 --max_slots 5
+fi
+for setup in "$@"; do
+  run_in_parallel "$SEEDS" all_methods
+  python evaluate.py $(rows $setup "$SEEDS" $(names)) >> runs/recipe.jsonl
+done
