@@ -430,34 +430,47 @@ def read_trajectories(args, *fields, pi_reads_c, ref_reads_c):
     longest = min(args.max_length, getattr(config, "max_position_embeddings", None) or math.inf)
     with fail_on_error(f"the chat template of --model {args.model} can't be used"):
         end_of_message(tokenizer)  # else `save` would fail, after training
-    extra_ids, special = len(tokenizer) > config.vocab_size, control_tokens(tokenizer)[1]
     trajectories = []
-    for r in records:
-        name = f"the task {task_id(r['task'])}"
-        for m in r["dialogue_history"]:
-            if m["role"] != "assistant" and special.search(m["content"]):
-                add_warning("messages contain a control token, kept as text", name)
-        if pi_reads_c and not hidden_information(r["task"]):
-            add_warning("records without hidden information for the critic", name)
-        check_opening(r)
-        trajectories.append(Trajectory(task_id(r["task"]), r, []))
-        for history, actions in turn_actions(r):
+    for record in records:
+        trajectory = Trajectory(task_id(record["task"]), record, [])
+        trajectories.append(trajectory)
+        name = f"the task {trajectory.task}"
+        warn_about_texts(record, tokenizer, name, pi_reads_c)
+        for history, actions in turn_actions(record):
             with fail_on_error(f"--model's chat template rejects {name}"):
-                turns = critic_turns(tokenizer, r, history, actions, pi_reads_c=pi_reads_c,
+                turns = critic_turns(tokenizer, record, history, actions, pi_reads_c=pi_reads_c,
                                      ref_reads_c=ref_reads_c)
+            if len(tokenizer) > config.vocab_size:
+                check_vocabulary(turns, config.vocab_size, name)
             read = []
-            for action, (turn, ref_turn) in zip(actions, turns):
-                if extra_ids and max(map(ord, turn.prompt + turn.action)) >= config.vocab_size:
-                    fail(f"{name} has a token id outside --model's vocabulary of "
-                         f"{config.vocab_size} tokens: use the model that sampled it")
-                if len(turn.prompt + turn.action) > longest:
+            for fields, (turn, ref_turn) in zip(actions, turns):
+                if len(turn.prompt) + len(turn.action) > longest:
                     add_warning(f"turns exceed {longest} tokens (--max_length or --model's limit): "
                                 "they get no score, and their trajectories no pairs", name)
                     turn = ref_turn = None
-                read.append(Action(action, turn, ref_turn))
-            trajectories[-1].actions.append(read)
+                read.append(Action(fields, turn, ref_turn))
+            trajectory.actions.append(read)
     print_warnings()
     return trajectories
+
+
+def warn_about_texts(record, tokenizer, name, pi_reads_c):
+    """Adds warnings about texts of a record that are valid, but may be mistakes."""
+    special = control_tokens(tokenizer)[1]
+    for message in record["dialogue_history"]:
+        if message["role"] != "assistant" and special.search(message["content"]):
+            add_warning("messages contain a control token, kept as text", name)
+    if pi_reads_c and not hidden_information(record["task"]):
+        add_warning("records without hidden information for the critic", name)
+    check_opening(record)
+
+
+def check_vocabulary(turns, vocab_size, name):
+    """Exits if one of the turns, [(pi's, pi_ref's)], has a token that the model lacks."""
+    for turn, _ in turns:
+        if ord(max(turn.prompt + turn.action)) >= vocab_size:
+            fail(f"{name} has a token id outside --model's vocabulary of {vocab_size} tokens: use "
+                 "the model that sampled it")
 
 
 # --- turns to pairs -------------------------------------------------------------------------------
@@ -639,7 +652,9 @@ def read_json(path):
 def eos_ids(path):
     """Returns the list of EOS ids in a config.json or generation_config.json."""
     eos = read_json(path).get("eos_token_id")
-    return eos if isinstance(eos, list) else [] if eos is None else [eos]
+    if eos is None:
+        return []
+    return eos if isinstance(eos, list) else [eos]
 
 
 def find_model(path, weights=False):
@@ -650,7 +665,8 @@ def find_model(path, weights=False):
     try:
         if not os.path.isdir(path):
             from huggingface_hub import snapshot_download
-            path = snapshot_download(path, allow_patterns=MODEL_FILES + ["*.safetensors"] * weights)
+            wanted = [*MODEL_FILES, "*.safetensors"] if weights else MODEL_FILES
+            path = snapshot_download(path, allow_patterns=wanted)
         rows = rows_of(path)
         if rows and "finished" not in rows[-1]:
             raise ValueError("it is an unfinished run; repeat its command to resume it")
@@ -784,8 +800,11 @@ def shard(model, dtype, args, train):
     """Shards the model with FSDP2, to compute in dtype and to sum gradients in fp32."""
     model.dtype = dtype
     gpu = model.device.type == "cuda"
-    recompute = gpu if args.recompute is None else args.recompute
-    compiled = gpu and model.supports_trees if args.compile is None else args.compile
+    recompute, compiled = args.recompute, args.compile
+    if recompute is None:
+        recompute = gpu
+    if compiled is None:
+        compiled = gpu and model.supports_trees
     layers = model.layers()
     if compiled:
         model.head_logps = torch.compile(head_logps, dynamic=True)
@@ -1080,7 +1099,8 @@ def think_prefix(tokenizer, thinking=0):
 def stop_ids(tokenizer, folder):
     """Returns {token id} that end a sampled message: end_of_message's last one, and every EOS."""
     ids = {ord(text_ids(tokenizer, end_of_message(tokenizer))[-1]), tokenizer.eos_token_id}
-    ids.update(*(eos_ids(os.path.join(folder, name)) for name in CONFIGS))
+    for name in CONFIGS:
+        ids.update(eos_ids(os.path.join(folder, name)))
     return {i for i in ids if i is not None and 0 <= i < len(tokenizer)}
 
 
@@ -1177,10 +1197,11 @@ def save(model, tokenizer, out):
                 copy = out / path.relative_to(base)
                 copy.parent.mkdir(exist_ok=True)
                 shutil.copyfile(path, copy)
-        dtypes = {"dtype", "torch_dtype"} & read_json(config).keys() or {"torch_dtype"}
+        dtypes = {"dtype", "torch_dtype"} & read_json(config).keys()  # the name varies by version
         eos = eos_ids(generation_config)
         eos += sorted(stop_ids(tokenizer, base) - {*eos})
-        changes = {config: dict.fromkeys(dtypes, str(model.dtype).removeprefix("torch.")),
+        changes = {config: dict.fromkeys(dtypes or {"torch_dtype"},
+                                         str(model.dtype).removeprefix("torch.")),
                    generation_config: {"eos_token_id": eos if len(eos) > 1 else eos[0]}}
         for path, values in changes.items():
             old = read_json(path)
