@@ -168,7 +168,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
 from model import (MODEL_FILES, critic_turns, find_model, finished_flags, load, load_lm,
-                   opened_thought, reference_logps, render, score, stop_ids, turn_actions,
+                   think_prefix, reference_logps, render, score, stop_ids, turn_actions,
                    weights_digest)
 from train_critic import advantage
 
@@ -205,7 +205,7 @@ class EpisodeRunner:
         self.servers = {}  # {"agent" or "human": Endpoint}
         self.resumed = []  # the settings of the episodes in the --resume file
         self.meta = run_meta(args)
-        self.opening = ""  # see model.opened_thought
+        self.opening = ""  # see model.think_prefix
         if not args.agent:
             self.load_tokenizer()
 
@@ -319,7 +319,7 @@ class EpisodeRunner:
         self.max_context = getattr(config, "max_position_embeddings", None) or math.inf
         with fail_on_error(f"the chat template of --model {args.model} can't be used"):
             self.stop = stop_ids(self.tokenizer, folder)
-            self.opening = opened_thought(self.tokenizer, args.thinking)
+            self.opening = think_prefix(self.tokenizer, args.thinking)
         files = sorted(file for form in MODEL_FILES for file in Path(folder).glob(form))
         self.meta |= {"model_weights": weights_digest(folder),
                       "tokenizer_and_config": digest([*map(fingerprint, files)])}

@@ -1,8 +1,8 @@
-"""From records to turns and pairs, and to log-probs: one forward over the tree of many turns.
+"""What both trainers share: records to turns to pairs, the log-probs of turns, and an update.
 
-A turn is (prompt, action): what the agent read and what it wrote. Both are strings with one
-character per token, chr(id), because Python sorts, slices, compares and hashes strings fast, and
-needs 2 or 4 bytes a token. Every loss and score is a function of `action_logps(model, turns)`.
+A `Turn` is what the agent read, its prompt, and what it wrote, its action. Both are strings with
+one character per token, chr(id), because strings sort, slice, compare and hash fast, and take 2 or
+4 bytes per token. Every loss and score is a function of `action_logps(model, turns)`.
 
 Turns share prefixes: candidates have the same history, each turn of a trajectory extends the one
 before, and all trajectories of a task start with its description. `Tree` stores each shared prefix
@@ -18,6 +18,24 @@ keys are all tokens of its path from the root: [e f] has the keys a b c e f. Let
 tokens of a tree, A tokens of all its actions, S the same but with shared tokens counted once, L
 tokens of one action, K keys of all runs, H query heads, D head size, V vocabulary size. Dropout is
 always off, in training too.
+
+The sections of this file, first the method:
+
+    turns and their tree     the data structure above
+    attention over runs      the attention that transformers' layers call
+    log-probs of turns       one forward over a tree; action_logps over many trees and ranks
+    records to turns         the turns of a record, as the policy, the critic and pi_ref read them
+    turns to pairs           which trajectories of a task are compared; held-out tasks
+    batches and updates      the order of training, and one step of the optimizer
+
+A reader of the method may skip the rest:
+
+    each rank's share        splits turns into parts of equal size
+    loading and sharding     Hugging Face folders, FSDP2
+    proofs                   tests, at each start, that the log-probs are those of transformers
+    chat templates           dialogues to token ids
+    saving, checkpoints      Hugging Face folders; optimizer state for any number of processes
+    model card               what a run's folder says about itself, and how to serve it
 """
 import contextlib
 import datetime
@@ -70,18 +88,17 @@ except ImportError:  # use torch's own kernel
 logging.set_verbosity_error()
 logging.disable_progress_bar()
 
-TODAY = datetime.date(2024, 7, 26)  # for templates that print the date, so that prompts stay equal
-# a macro, because transformers 5.22 turns Python functions into text; the newline is trimmed
-STRFTIME_NOW = "{%%- macro strftime_now(format) -%%}{{ format%s }}{%%- endmacro %%}\n" % "".join(
-    f"|replace('%{x}', '{TODAY.strftime('%' + x)}')"
-    for x in ("-d", "-m", "-H", "-I", "-M", "-S", "-j", *"aAbBcCdDeFGhHIjkmMpRSTuUVwWxXyYZ"))
 MAX_KEYS = 2 ** 19  # of a tree: 11 GB in a backward pass with 32 query and 8 KV heads of size 128
-CONFIGS = "config.json", "generation_config.json"
-MODEL_FILES = ["*.json", "*.jinja", "*.model", "*.txt", "additional_chat_templates/*.jinja"]
 MAX_LOGITS = {"cpu": 2 ** 24, "cuda": 2 ** 27}  # logits per chunk: 64 MB or 512 MB in fp32
 
 
 # --- turns and their tree -------------------------------------------------------------------------
+
+class Turn(NamedTuple):
+    """Prompt and action, one character per token; neither is empty."""
+    prompt: str
+    action: str
+
 
 def packed(ids):
     """Packs token ids into a string, the form in which turns hold them; map(ord, s) unpacks it."""
@@ -94,11 +111,11 @@ def common_prefix(a, b):
     return bisect_left(shorter, True, key=lambda n: not b.startswith(a[:n + 1]))
 
 
-def in_order(turns):
+def sorted_with_prefix_lengths(turns):
     """Yields (turn, its tokens, length of the prefix shared with the previous turn), sorted."""
     previous = ""
     for turn in sorted(turns, key="".join):
-        seq = "".join(turn)
+        seq = turn.prompt + turn.action
         yield turn, seq, common_prefix(previous, seq)
         previous = seq
 
@@ -114,7 +131,7 @@ class Tree:
         runs = []  # [(start, end, path)]; the flat indices of the run are range(start, end)
         action_of = {}  # {turn: flat indices of its action}
         path = array("q")  # flat indices of the current turn's tokens
-        for turn, seq, shared in in_order(turns):
+        for turn, seq, shared in sorted_with_prefix_lengths(turns):
             new = range(len(ids), len(ids) + len(seq) - shared)
             path = path[:shared] + array("q", new)
             ids += map(ord, seq[shared:])
@@ -124,7 +141,7 @@ class Tree:
             if runs and shared == len(runs[-1][2]):  # the turn extends the last run
                 start, _, _ = runs.pop()
             runs.append((start, new.stop, path))
-            action_of[turn] = torch.frombuffer(path, dtype=torch.long)[len(turn[0]):]
+            action_of[turn] = torch.frombuffer(path, dtype=torch.long)[len(turn.prompt):]
         scored, index = torch.cat([action_of[turn] for turn in turns]).unique(return_inverse=True)
 
         tensor = functools.partial(torch.as_tensor, dtype=torch.long, device=device)
@@ -231,7 +248,7 @@ def flash_kernel(q, k, v, tree, scale, window):
 AttentionInterface.register("tree", torch.compiler.disable(tree_attention))  # its shapes vary
 
 
-# --- the forward ----------------------------------------------------------------------------------
+# --- log-probs of turns ---------------------------------------------------------------------------
 
 def head_logps(hidden, weight, bias, targets, config):
     """Returns the log-probs of targets (N,) given hidden states (N, width), in fp32 or fp64."""
@@ -273,7 +290,10 @@ class TreeLM(torch.nn.Module):
         return [*max(lists, key=lambda m: sum(p.numel() for p in m.parameters()))]
 
     def forward(self, tree, anchor=None):
-        """Returns the log-probs of the actions, (A,), in turn order. anchor: see action_logps."""
+        """Returns the log-probs of the actions, (A,), in turn order.
+
+        anchor: an unused input, on which the output depends for autograd; see action_logps.
+        """
         previous, targets = tree.parent[tree.scored], tree.ids[tree.scored]  # (S,), (S,)
         if not self.supports_trees:
             out = self.lm(input_ids=tree.ids[None], use_cache=False, logits_to_keep=previous)
@@ -302,10 +322,10 @@ def action_logps(model, turns, tree_tokens=math.inf, label=None):
     parts = partition(turns, tree_tokens if model.supports_trees else 0)
     trees = len(parts) // WORLD  # the same number on each rank, as all join every collective
     recompute = trees > 1 and torch.is_grad_enabled()
-    # Each tree takes the previous tree's output as an unused input, `anchor`. This makes autograd
-    # finish tree n before it recomputes tree n - 1, so only one tree's activations are in memory.
+    # Each tree takes the previous tree's output as an unused input, `anchor`. So autograd has to
+    # finish tree n before it recomputes tree n - 1, and one tree's activations are in memory.
     anchor = torch.ones((), requires_grad=True)
-    lengths = [[len(action) for _, action in part] for part in parts]
+    lengths = [[len(turn.action) for turn in part] for part in parts]
     by_part = [torch.zeros(sum(part)) for part in lengths]  # 0 for other ranks
     mine = range(RANK * trees, (RANK + 1) * trees)  # indices of this rank's parts
     for n in progress(label, mine) if label else mine:
@@ -324,7 +344,263 @@ def action_logps(model, turns, tree_tokens=math.inf, label=None):
     return {turn: logps[turn] for turn in turns}
 
 
-# --- each rank's share of the turns ---------------------------------------------------------------
+@torch.no_grad()
+def score(model, turns, tree_tokens, label=None):
+    """Returns action_logps without gradient."""
+    if not turns:
+        return {}
+    logps = action_logps(model, turns, tree_tokens, label)
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()  # else an optimizer created next would get the gathered weights
+    return logps
+
+
+def reference_logps(model, ref_turn_of, tree_tokens):
+    """Returns {turn: (L,) log-probs under pi_ref}. ref_turn_of: {pi's turn: pi_ref's turn}."""
+    logps = score(model, list(ref_turn_of.values()), tree_tokens, "reference")
+    return {turn: logps[ref_turn] for turn, ref_turn in ref_turn_of.items()}
+
+
+# --- records to turns -----------------------------------------------------------------------------
+
+class Action(NamedTuple):
+    """A message or candidate of the agent, and what the models read of it."""
+    fields: dict     # those of the record
+    turn: Turn       # what pi reads; None if it is too long
+    ref_turn: Turn   # what pi_ref reads, whose prompt may be another one
+
+
+class Trajectory(NamedTuple):
+    """A record, and what the models read of it."""
+    task: str      # the task's id
+    record: dict
+    actions: list  # [[Action]]: for each message of the agent, it and its candidates
+
+    def turns(self):
+        """Returns the turns of the agent's messages, in order."""
+        return tuple(message.turn for message, *_ in self.actions)
+
+    def sort_key(self):
+        """Returns a key to sort by, so that pairs do not depend on which episode ended first."""
+        return self.task, self.record.get("sample", 0), self.record.get("meta", {}).get("seed", 0)
+
+
+def turn_actions(record):
+    """Yields (history, [message, *its candidates]) for each message of the agent."""
+    history = record["dialogue_history"]
+    for t, message in enumerate(history):
+        if message["role"] == "assistant":
+            yield history[:t], [message, *message.get("candidates", ())]
+
+
+def critic_turns(tokenizer, record, history, actions, *, pi_reads_c, ref_reads_c):
+    """Returns (pi's turn, pi_ref's turn) for each action after a history, for either trainer.
+
+    They differ only in the prompt. pi_reads_c, ref_reads_c: does the prompt of that model include
+    the hidden information, c? actions: messages or candidates.
+    """
+    thinking = record.get("meta", {}).get("thinking", 0)  # the setting it was sampled with
+
+    def prompt_ids(reads_c):
+        c = hidden_information(record["task"]) if reads_c else ""
+        messages = with_hidden(history, c) if c else history
+        return packed(render(tokenizer, messages, thinking))
+
+    prompt = prompt_ids(pi_reads_c)
+    ref_prompt = prompt if ref_reads_c == pi_reads_c else prompt_ids(ref_reads_c)
+    turns = []
+    for action in actions:
+        ids, n_dropped = action_ids(tokenizer, action, history, thinking)
+        # both prompts end alike, so the same number of tokens is dropped: see action_ids
+        turn = Turn(prompt[:len(prompt) - n_dropped], ids)
+        ref_turn = Turn(ref_prompt[:len(ref_prompt) - n_dropped], ids)
+        turns.append((turn, ref_turn))
+    return turns
+
+
+def read_trajectories(args, *fields, pi_reads_c, ref_reads_c):
+    """Returns [Trajectory] of stdin. fields: those a record must have; others: see critic_turns.
+
+    Actions that have more than --max_length tokens with their prompt are too long.
+    """
+    records = [*read_records(sys.stdin, "dialogue_history", *fields, to_train=True)]
+    _, tokenizer, config = find_model(args.model)
+    config = config.get_text_config()
+    longest = min(args.max_length, getattr(config, "max_position_embeddings", None) or math.inf)
+    with fail_on_error(f"the chat template of --model {args.model} can't be used"):
+        end_of_message(tokenizer)  # else `save` would fail, after training
+    trajectories = []
+    for record in records:
+        trajectory = Trajectory(task_id(record["task"]), record, [])
+        trajectories.append(trajectory)
+        name = f"the task {trajectory.task}"
+        warn_about_texts(record, tokenizer, name, pi_reads_c)
+        for history, actions in turn_actions(record):
+            with fail_on_error(f"--model's chat template rejects {name}"):
+                turns = critic_turns(tokenizer, record, history, actions, pi_reads_c=pi_reads_c,
+                                     ref_reads_c=ref_reads_c)
+            if len(tokenizer) > config.vocab_size:
+                check_vocabulary(turns, config.vocab_size, name)
+            read = []
+            for fields, (turn, ref_turn) in zip(actions, turns):
+                if len(turn.prompt) + len(turn.action) > longest:
+                    add_warning(f"turns exceed {longest} tokens (--max_length or --model's limit): "
+                                "they get no score, and their trajectories no pairs", name)
+                    turn = ref_turn = None
+                read.append(Action(fields, turn, ref_turn))
+            trajectory.actions.append(read)
+    print_warnings()
+    return trajectories
+
+
+def warn_about_texts(record, tokenizer, name, pi_reads_c):
+    """Adds warnings about texts of a record that are valid, but may be mistakes."""
+    special = control_tokens(tokenizer)[1]
+    for message in record["dialogue_history"]:
+        if message["role"] != "assistant" and special.search(message["content"]):
+            add_warning("messages contain a control token, kept as text", name)
+    if pi_reads_c and not hidden_information(record["task"]):
+        add_warning("records without hidden information for the critic", name)
+    check_opening(record)
+
+
+def check_vocabulary(turns, vocab_size, name):
+    """Exits if one of the turns, [(pi's, pi_ref's)], has a token that the model lacks."""
+    for turn, _ in turns:
+        if ord(max(turn.prompt + turn.action)) >= vocab_size:
+            fail(f"{name} has a token id outside --model's vocabulary of {vocab_size} tokens: use "
+                 "the model that sampled it")
+
+
+# --- turns to pairs -------------------------------------------------------------------------------
+
+def by_task(trajectories):
+    """Returns {(task id, pair): [Trajectory]}, sorted, without those with too long a turn."""
+    groups = {}  # `pair` keeps converted preference pairs apart; it is None for episodes
+    for t in sorted(trajectories, key=Trajectory.sort_key):
+        if None not in t.turns():
+            groups.setdefault((t.task, t.record.get("pair")), []).append(t)
+    return groups
+
+
+class Pair(NamedTuple):
+    """A training example: two trajectories of a task, or two candidates of a turn."""
+    chosen: tuple         # all turns of the better trajectory, or the better candidate's one turn
+    rejected: tuple = ()  # likewise of the worse one; empty for --loss rft
+    gap: float = 0.0      # difference of rewards or of candidates' scores; read by edits
+
+
+def trajectory_pairs(trajectories, min_gap):
+    """Returns {task id: [Pair of its trajectories]} of those tasks that have a pair.
+
+    min_gap: see pairs_of. Both trainers learn from these pairs, and measure accuracy on them.
+    """
+    groups, graders = {}, {}
+    for t in trajectories:
+        names = graders.setdefault(t.task, set())
+        names.add(t.record.get("reward_by"))
+        if not comparable(names):
+            add_warning("trajectories are paired by rewards of different graders: grade all "
+                        "episodes alike (colbench.py grade)", f"the task {t.task}")
+    print_warnings()
+    for (task, _), group in by_task(trajectories).items():
+        if pairs := pairs_of(group, min_gap):
+            groups.setdefault(task, []).extend(pairs)
+    return groups
+
+
+def pairs_of(group, min_gap):
+    """Returns [Pair] of trajectories of a task.
+
+    min_gap None: the first solved one with every unsolved one; else any two whose rewards differ by
+    at least min_gap.
+    """
+    rated = [(t.turns(), t.record["reward"]) for t in group]
+    first_solved = [(turns, reward) for turns, reward in rated if reward >= 1][:1]
+    pairs = []
+    for chosen, high in first_solved if min_gap is None else rated:
+        for rejected, low in rated:
+            if min_gap is None:
+                is_pair = low < 1
+            else:
+                is_pair = high > low and high - low > min_gap - 1e-9
+            if is_pair and chosen != rejected:
+                pairs.append(Pair(chosen, rejected, gap=high - low))
+    return pairs
+
+
+def why_no_pairs(trajectories, min_gap):
+    """Returns an error message for trajectories without a pair."""
+    tasks = by_task(trajectories)
+    n_long = len(trajectories) - sum(map(len, tasks.values()))
+    if not tasks:
+        why = "all are too long for --max_length or --model"
+    elif all(len({t.record["reward"] for t in group}) == 1 for group in tasks.values()):
+        why = ("no task has two that differ in reward: sample more episodes per task with "
+               "collect.py -k, or collect on easier or harder tasks")
+    elif min_gap is None:
+        why = "no task has both a solved and an unsolved one; try --min_gap 0"
+    else:
+        why = f"no task has two whose rewards differ by {min_gap} or more"
+    return f"no pairs in {len(trajectories)} trajectories, {n_long} of them too long: {why}"
+
+
+def hold_out(tasks, share, seed):
+    """Shuffles tasks; returns (training tasks, held out), with at least one to train on."""
+    tasks = list(tasks)
+    rng("held out", seed).shuffle(tasks)
+    n_held = min(math.ceil(share * len(tasks)), len(tasks) - 1)
+    return tasks[n_held:], tasks[:n_held]
+
+
+# --- batches and updates --------------------------------------------------------------------------
+
+def turns_in(pairs):
+    """Returns the unique turns of some pairs, sorted."""
+    return sorted({turn for pair in pairs for turn in (*pair.chosen, *pair.rejected)})
+
+
+def all_batches(groups, batch_size, epochs, seed):
+    """Returns all batches of a run. Each epoch shuffles the groups, and keeps each together."""
+    batches = []
+    for epoch in range(epochs):
+        order = list(groups)
+        rng("order", seed, epoch).shuffle(order)
+        pairs = [pair for group in order for pair in group]
+        batches += [pairs[i:i + batch_size] for i in range(0, len(pairs), batch_size)]
+    return batches
+
+
+def mean_loss(losses):
+    """Returns (mean loss, {"accuracy": ..., "margin": ...}) of the (loss, margin) of each pair."""
+    losses, margins = zip(*losses)
+    margins = torch.stack(margins)  # (B,)
+    # the share of positive margins; one that rounds to 0 counts half
+    accuracy = ((margins.round(decimals=5).sign() + 1) / 2).double().mean().item()
+    return sum(losses) / len(losses), {"accuracy": accuracy, "margin": margins.mean().item()}
+
+
+def update(model, optimizer, step, loss, lr):
+    """Updates the weights by a step's loss, and returns the gradient's norm before clipping to 1.
+
+    Exits, with the weights as they were, if the loss or the norm is NaN or infinite.
+    """
+    loss.backward()  # each rank holds the gradient of its own turns; FSDP sums them
+    norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    norm = (norm.full_tensor() if hasattr(norm, "full_tensor") else norm).item()  # if sharded
+    for name, value in ("loss", loss.item()), ("grad_norm", norm):
+        if not math.isfinite(value):
+            fail(f"step {step}: the {name} is {value}; the weights were not updated. "
+                 "Try a lower --lr or --beta, or --dtype fp32")
+    for group in optimizer.param_groups:
+        group["lr"] = lr
+    optimizer.step()
+    optimizer.zero_grad()
+    return norm
+
+
+# --- each rank's share ----------------------------------------------------------------------------
 
 def partition(turns, tree_tokens, world=WORLD):
     """Splits turns into [[turn]], parts of at most tree_tokens tokens unless one turn is longer.
@@ -333,7 +609,8 @@ def partition(turns, tree_tokens, world=WORLD):
     the lowest limit (within 1 %) that needs no more parts, which makes them about equally large.
     Copies of the last part make their number a multiple of the ranks.
     """
-    rows = [(turn, len(seq), shared) for turn, seq, shared in in_order(dict.fromkeys(turns))]
+    rows = [(turn, len(seq), shared)
+            for turn, seq, shared in sorted_with_prefix_lengths(dict.fromkeys(turns))]
 
     def split(limit):
         """Returns parts of at most `limit` tokens and MAX_KEYS keys, or of a single turn."""
@@ -360,25 +637,331 @@ def partition(turns, tree_tokens, world=WORLD):
     return parts + parts[-1:] * (-len(parts) % world)
 
 
-@torch.no_grad()
-def score(model, turns, tree_tokens, label=None):
-    """Returns action_logps without gradient."""
-    if not turns:
-        return {}
-    logps = action_logps(model, turns, tree_tokens, label)
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            module.reshard()  # else an optimizer created next would get the gathered weights
-    return logps
+# --- loading and sharding -------------------------------------------------------------------------
+
+CONFIGS = "config.json", "generation_config.json"
+MODEL_FILES = ["*.json", "*.jinja", "*.model", "*.txt", "additional_chat_templates/*.jinja"]
 
 
-def reference_logps(model, ref_turn_of, tree_tokens):
-    """Returns {turn: (L,) log-probs under pi_ref}. ref_turn_of: {pi's turn: pi_ref's turn}."""
-    logps = score(model, list(ref_turn_of.values()), tree_tokens, "reference")
-    return {turn: logps[ref_turn] for turn, ref_turn in ref_turn_of.items()}
+def read_json(path):
+    """Returns the object in a JSON file, {} if there is no such file."""
+    with fail_on_error(f"{path} can't be read"):
+        return json.loads(Path(path).read_bytes()) if os.path.exists(path) else {}
 
 
-# --- chat templates: dialogues to token ids -------------------------------------------------------
+def eos_ids(path):
+    """Returns the list of EOS ids in a config.json or generation_config.json."""
+    eos = read_json(path).get("eos_token_id")
+    if eos is None:
+        return []
+    return eos if isinstance(eos, list) else [eos]
+
+
+def find_model(path, weights=False):
+    """Returns (folder, tokenizer, config) of a Hugging Face folder or hub name, or fails.
+
+    Weights are required, and downloaded from the hub, only if `weights` is true.
+    """
+    try:
+        if not os.path.isdir(path):
+            from huggingface_hub import snapshot_download
+            wanted = [*MODEL_FILES, "*.safetensors"] if weights else MODEL_FILES
+            path = snapshot_download(path, allow_patterns=wanted)
+        rows = rows_of(path)
+        if rows and "finished" not in rows[-1]:
+            raise ValueError("it is an unfinished run; repeat its command to resume it")
+        files = {*os.listdir(path)} - {"adapter_model.safetensors"}
+        check_files(path)
+        has_weights = any(name.endswith(".safetensors") for name in files)
+        if "adapter_config.json" in files and not has_weights:
+            raise ValueError("it is an adapter; merge it into its base model (merge_and_unload)")
+        config = AutoConfig.from_pretrained(path, trust_remote_code=False)
+        tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=False)
+    except Exception as e:  # transformers raises any error for a file that it can't parse
+        if exhausted_memory(e):
+            raise
+        name = "" if isinstance(e, (OSError, ValueError)) else f"{type(e).__name__}: "
+        fail(f"no model at {path!r}: {name}{(str(e) or repr(e)).splitlines()[0]}")
+    if weights and not has_weights:
+        fail(f"no weights at {path!r}: only safetensors files are supported")
+    if weights and getattr(config, "quantization_config", None):
+        fail(f"{path!r} has quantized weights, which are not supported: use the original model")
+    if weights:
+        check_index(path)
+    if not tokenizer.chat_template:
+        fail(f"the tokenizer of {path!r} has no chat template: use the instruction-tuned model")
+    return path, tokenizer, config
+
+
+def check_files(folder):
+    """Fails if a model's file is a pointer of Git LFS, or weights are damaged or incomplete."""
+    for path in chain(*map(Path(folder).glob, [*MODEL_FILES, "*.safetensors"])):
+        with open(path, "rb") as f:
+            refuse_pointer(f.read(100), path)
+        if path.suffix == ".safetensors":
+            with fail_on_error(f"{path} is damaged, or its download is incomplete", parses=True):
+                with safe_open(path, "pt"):  # reads the header, and compares the file's size
+                    pass
+
+
+@functools.cache  # a trainer asks twice for its --model
+def check_index(folder):
+    """Exits if a folder has model.safetensors and, by its index, shards with other weights.
+
+    transformers loads the former, so a stale one would be used instead of the shards.
+    """
+    single = os.path.join(folder, "model.safetensors")
+    files = read_json(single + ".index.json").get("weight_map", {})  # {name of a weight: its shard}
+    if not files or not os.path.exists(single):
+        return
+    with fail_on_error(f"{folder!r} has model.safetensors and an index of other weights, one of "
+                       "which is stale: remove it"), safe_open(single, "pt") as weights:
+        if different := sorted(files.keys() ^ {*weights.keys()}):
+            raise ValueError(f"only one of them has {different[0]}")
+        for name, file in files.items():
+            with safe_open(os.path.join(folder, file), "pt") as shard:
+                if not torch.equal(weights.get_tensor(name), shard.get_tensor(name)):
+                    raise ValueError(f"{name} differs")
+
+
+@functools.cache  # a trainer asks twice for its --model
+def weights_digest(folder):
+    """Returns a short hash of every byte of the safetensors files in a folder; None without any."""
+    def file_hash(name):
+        with open(os.path.join(folder, name), "rb") as f:
+            return name, hashlib.file_digest(f, "sha256").digest()
+
+    with fail_on_error(f"the weights in {folder} can't be read"), ThreadPoolExecutor() as pool:
+        files = sorted(glob.glob("*.safetensors", root_dir=folder))
+        return digest([*pool.map(file_hash, files)]) if files else None
+
+
+def base_digest(path):
+    """Returns weights_digest of --model, which is a folder or hub name."""
+    return weights_digest(find_model(path, weights=True)[0])
+
+
+def pick_dtype(name, device):
+    """Returns the torch.dtype of --dtype; auto is bf16 on a GPU and fp32 on a CPU."""
+    if name == "auto":
+        name = "bf16" if device.type == "cuda" else "fp32"
+    return {"bf16": torch.bfloat16, "fp32": torch.float32}.get(name, name)
+
+
+def model_facts(args, device):
+    """Returns the facts about --model that the first row of metrics.jsonl has."""
+    return {"dtype": str(pick_dtype(args.dtype, device)), "model_weights": base_digest(args.model)}
+
+
+def load(path, device="cpu", dtype="fp32", args=None, train=False):
+    """Returns (TreeLM, tokenizer) of a folder or hub name, after checking its log-probs.
+
+    If trees do not reproduce the log-probs of transformers' own forward, the model is computed turn
+    by turn; if that fails too, the program exits. dtype, a value of --dtype, is that of computation
+    and of weights, except that weights to `train` are fp32. args: a trainer's flags, to shard the
+    model over all ranks, each of which reads the files; None: no sharding.
+    """
+    path, tokenizer, _ = find_model(path, weights=True)
+    device = torch.device(device)
+    dtype = pick_dtype(dtype, device)
+    model = TreeLM(read_weights(path, dtype, train), device)
+    turns = probe_turns(model.config)
+    own_logps = own_forward_logps(model, turns, path)
+    if not try_trees(model, turns[:2], own_logps):
+        model.lm.set_attn_implementation("eager")
+        say(f"warning: {path} does not support trees: it runs turn by turn and repeats prefixes")
+    if args:
+        checksum = int(weights_digest(path)[:10], 16)
+        if sum_over_ranks(checksum) != WORLD * checksum:
+            fail(f"the weights in {path!r} are not the same on all ranks")
+        shard(model, dtype, args, train)
+    if train:
+        model.float()
+    if not args or not args.offload:
+        model.to(device)
+    verify(model, turns, own_logps, path)
+    return model, tokenizer
+
+
+def read_weights(path, dtype, train):
+    """Returns the transformers LM of a folder, in `dtype`; one to `train` may keep the files'."""
+    as_stored = train and dtype != torch.float32  # so that the files are memory-mapped, not copied
+    with fail_on_error(f"the weights in {path!r} can't be read", parses=True):
+        lm, loading_info = AutoModelForCausalLM.from_pretrained(
+            path, dtype="auto" if as_stored else dtype, attn_implementation="eager",
+            use_safetensors=True, trust_remote_code=False, output_loading_info=True,
+            ignore_mismatched_sizes=True, generation_config=GenerationConfig())
+    if wrong := sorted(map(str, chain(*loading_info.values()))):  # missing, unexpected, mismatched
+        fail(f"the weights in {path!r} do not match its config.json: {wrong[:3]}")
+    return lm
+
+
+def shard(model, dtype, args, train):
+    """Shards the model with FSDP2, to compute in dtype and to sum gradients in fp32."""
+    model.dtype = dtype
+    gpu = model.device.type == "cuda"
+    recompute, compiled = args.recompute, args.compile
+    if recompute is None:
+        recompute = gpu
+    if compiled is None:
+        compiled = gpu and model.supports_trees
+    layers = model.layers()
+    if compiled:
+        model.head_logps = torch.compile(head_logps, dynamic=True)
+    for layer in layers:
+        if compiled:
+            layer.forward = torch.compile(layer.forward, dynamic=True)
+        if recompute and train:
+            layer.forward = functools.partial(checkpoint, layer.forward, use_reentrant=False)
+    if WORLD == 1 and not args.offload and (dtype == torch.float32 or not train):
+        return  # there is nothing to shard, to cast or to offload
+    mesh = init_device_mesh(model.device.type, (WORLD,))
+    offloading = CPUOffloadPolicy(pin_memory=gpu) if args.offload else OffloadPolicy()
+    precision = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
+    for module in (*layers, model):
+        fully_shard(module, mesh=mesh, mp_policy=precision, offload_policy=offloading)
+        if WORLD > 1:  # sum gradients, not average: losses are divided by the global count already
+            module.set_gradient_divide_factor(1.0)
+            module.set_force_sum_reduction_for_comms(True)
+    # by default FSDP prefetches for one tree only, so the others would wait for their weights
+    model.set_modules_to_backward_prefetch(layers[-1:])
+    for previous, layer in zip(layers, layers[1:]):
+        layer.set_modules_to_backward_prefetch([previous])
+    for layer in layers:  # else all recomputed layers stay gathered, which takes memory
+        layer.register_forward_hook(lambda layer, *_: layer.reshard())
+
+
+def load_lm(path, device, dtype="fp32"):
+    """Returns (transformers LM, tokenizer) to sample with. dtype: see `load`."""
+    model, tokenizer = load(path, device, dtype)
+    if not model.supports_trees:  # collect.py's attention and cache would be wrong, too
+        fail(f"sampling from {path!r} without a server is not supported, because of its layers or "
+             "attention: give a vLLM server by --engine")
+    model.lm.set_attn_implementation("eager")  # some families have no "sdpa"
+    return model.lm, tokenizer
+
+
+def finished_flags(folder, model=None):
+    """Returns the flags that a finished critic was trained with; flags.model is pi_ref's path."""
+    with fail_on_error(f"{folder or repr(folder)} is not a finished run of train_critic.py",
+                       parses=True):
+        rows = rows_of(folder)
+        if not rows:
+            raise ValueError("it has no metrics.jsonl of a run")
+        start = [row for row in rows if "args" in row][-1]
+        flags = SimpleNamespace(**start["args"])
+        if not hasattr(flags, "ref_context"):
+            raise ValueError("it is a run of train_policy.py")
+        if "finished" not in rows[-1]:
+            raise ValueError("it was interrupted; repeat its command to resume it")
+    if not model:  # look up pi_ref relative to the critic's folder, as both may have moved
+        old_model, old_out = (os.path.join(start["cwd"], path) for path in (flags.model, flags.out))
+        moved = os.path.join(folder, os.path.relpath(old_model, old_out))
+        model = moved if os.path.isdir(moved) else flags.model
+    if changed := changed_scripts(folder):
+        say(f"warning: the critic in {folder} was trained by another {changed}; to score as then, "
+            f"run its own copies (python {folder}/NAME.py)")
+    try:
+        found = base_digest(model)
+    except SystemExit as e:
+        fail(f"the pi_ref of the critic in {folder} is not there; move it back, or pass it to "
+             f"train_critic.py --score by --model ({e.code})")
+    if found != start["model_weights"]:
+        fail(f"{model} is not the pi_ref of the critic in {folder}: its weights differ. Restore "
+             "them, or run train_critic.py with the right --model")
+    flags.model = model
+    return flags
+
+
+# --- proofs ---------------------------------------------------------------------------------------
+
+def probe_turns(config):
+    """Returns three turns: two with a common prompt, and one longer than the sliding window."""
+    first = config.vocab_size // 2  # an id far from special tokens
+    window = min(getattr(config, "sliding_window", None) or 0, 2048)
+    return [Turn(packed(first + i % 11 for i in range(length)), packed(first + i for i in action))
+            for length, action in [(8, (5, 6, 7, 8)), (8, (9, 6, 5, 4)), (window + 8, (3, 2, 1))]]
+
+
+def own_forward_logps(model, turns, path):
+    """Returns the turns' log-probs, (A,), by transformers' own forward, turn by turn.
+
+    Exits if they are not those of a causal LM, or depend on earlier forwards.
+    """
+    versions = [p._version for p in model.parameters()]
+    with fail_on_error(f"{path!r} fails to run in transformers"), torch.no_grad():
+        own_logps = torch.cat([model(Tree([turn])) for turn in turns])
+        _, leak = logps_and_leak(model, turns[:1])
+    if not own_logps.isfinite().all():
+        fail(f"the log-probs of {path!r} are NaN or infinite: check its weights")
+    if not leak < 1e-3:
+        fail(f"{path!r} is not a causal language model: its log-probs depend on later tokens")
+    # RWKV's forward changes its weights, and dynamic RoPE depends on the longest input so far
+    rope = str(getattr(model.config, "rope_parameters", None))
+    if versions != [p._version for p in model.parameters()] or "'dynamic'" in rope:
+        fail(f"{path!r} is not supported: its log-probs depend on earlier forwards")
+    return own_logps
+
+
+def verify(model, turns, own_logps, path):
+    """Exits if the model, ready for use, does not reproduce the turns' own_logps."""
+    with fail_on_error(f"{path!r} fails on {model.device} (try --compile 0)"):
+        logps = torch.cat([*score(model, turns, math.inf).values()])
+    if not agree(logps, own_logps, model.dtype):
+        error = (logps - own_logps).abs().mean()
+        fail(f"the log-probs of {path!r} differ by {error:.2g} on average from those of its own "
+             "forward in transformers")
+
+
+def try_trees(model, turns, own_logps):
+    """Switches to tree attention, and returns whether it reproduces the turns' own_logps."""
+    if not can_support_trees(model.config):
+        return False
+    try:
+        model.lm.set_attn_implementation("tree")
+        logps, leak = logps_and_leak(model, turns)
+    except Exception as e:  # any, such as AttributeError: GPT-2 has no lm.model
+        if exhausted_memory(e):
+            raise
+        say(f"warning: tree attention fails: {type(e).__name__}: {e}")
+        return False
+    # the leak shows whether layers other than attention mix the paths
+    return leak == 0 and agree(logps, own_logps[:len(logps)], model.dtype)
+
+
+def can_support_trees(config):
+    """Returns False for longrope and for layers that the short turns of `load` can't test."""
+    rope = str(getattr(config, "rope_parameters", None))
+    types = set(getattr(config, "layer_types", None) or ())
+    return "'longrope'" not in rope and not types - {"full_attention", "sliding_attention"}
+
+
+@torch.enable_grad()
+def logps_and_leak(model, turns):
+    """Returns ((A,) log-probs of actions in a tree, the leak).
+
+    The leak tells how strongly a log-prob depends on tokens that it must not see: the largest
+    gradient at the embedding of a token off its path, divided by the largest at any token. It is 0
+    if paths do not mix. turns must be sorted.
+    """
+    tree, embedded = Tree(turns), []
+    embeddings = model.lm.get_input_embeddings()
+    with embeddings.register_forward_hook(lambda module, args, out: embedded.append(out)):
+        logps = model(tree)
+    probe = -2  # the last action's second to last token, so that the last is off its path
+    gradient = torch.autograd.grad(logps[probe], embedded)[0].flatten(0, -2)  # (T, width)
+    norms = gradient.float().norm(dim=-1)  # (T,)
+    off_path = norms.clone()
+    off_path[tree.paths[-tree.kv[-1]:probe]] = 0  # the last run ends with the last turn's action
+    return logps.detach(), (off_path.max() / norms.max()).item()
+
+
+def agree(logps, own_logps, dtype):
+    """Returns whether log-probs agree; 16 bits may round large logits by 0.5 on average."""
+    return (logps - own_logps).abs().mean() < (0.5 if dtype.itemsize == 2 else 1e-3)
+
+
+# --- chat templates -------------------------------------------------------------------------------
 
 # Two rules: prompt and action are the ids of the template's text of the dialogue, and only the
 # template writes control tokens such as <|im_end|>. If a message contains the text of one, as_plain
@@ -387,6 +970,11 @@ def reference_logps(model, ref_turn_of, tree_tokens):
 CUT = "\ud800"  # a lone surrogate, which no text contains
 # a dialogue to find what the template writes before and after a message of the assistant
 PROBE = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "\ue000"}]
+TODAY = datetime.date(2024, 7, 26)  # for templates that print the date, so that prompts stay equal
+# a macro, because transformers 5.22 turns Python functions into text; the newline is trimmed
+STRFTIME_NOW = "{%%- macro strftime_now(format) -%%}{{ format%s }}{%%- endmacro %%}\n" % "".join(
+    f"|replace('%{x}', '{TODAY.strftime('%' + x)}')"
+    for x in ("-d", "-m", "-H", "-I", "-M", "-S", "-j", *"aAbBcCdDeFGhHIjkmMpRSTuUVwWxXyYZ"))
 
 
 def any_of(texts):
@@ -484,7 +1072,7 @@ def render(tokenizer, messages, thinking=0):
 
 
 @functools.cache
-def ending(tokenizer):
+def end_of_message(tokenizer):
     """Returns the end of an assistant's message: template text up to a control token, else EOS."""
     after = template_text(tokenizer, PROBE, 0, False).rpartition("\ue000")[2]
     if control := control_tokens(tokenizer)[0].search(after):
@@ -495,7 +1083,7 @@ def ending(tokenizer):
     return tokenizer.eos_token
 
 
-def opened_thought(tokenizer, thinking=0):
+def think_prefix(tokenizer, thinking=0):
     """Returns "<think>" if the generation prompt opens a thought, which outputs continue, or "".
 
     Fails if the template writes a header before an assistant's message but no prompt.
@@ -504,13 +1092,15 @@ def opened_thought(tokenizer, thinking=0):
     header = template_text(tokenizer, PROBE, 0, False).removeprefix(prompt).partition("\ue000")[0]
     if prompt == bare and header.strip():
         fail(f"this --model's chat template has no generation prompt: add {header!r}")
-    return "<think>" * ("<think>" in prompt.removeprefix(bare).rpartition("</think>")[2])
+    opened = "<think>" in prompt.removeprefix(bare).rpartition("</think>")[2]
+    return "<think>" if opened else ""
 
 
 def stop_ids(tokenizer, folder):
-    """Returns {token id} that end a sampled message: the last one of `ending`, and every EOS."""
-    ids = {ord(text_ids(tokenizer, ending(tokenizer))[-1]), tokenizer.eos_token_id}
-    ids.update(*(eos_ids(os.path.join(folder, name)) for name in CONFIGS))
+    """Returns {token id} that end a sampled message: end_of_message's last one, and every EOS."""
+    ids = {ord(text_ids(tokenizer, end_of_message(tokenizer))[-1]), tokenizer.eos_token_id}
+    for name in CONFIGS:
+        ids.update(eos_ids(os.path.join(folder, name)))
     return {i for i in ids if i is not None and 0 <= i < len(tokenizer)}
 
 
@@ -518,29 +1108,47 @@ def action_ids(tokenizer, action, history, thinking=0):
     """Returns (packed ids of the action, number of tokens to drop from the end of the prompt).
 
     The `token_ids` of a sampled message follow the whole prompt. For other messages, prompt and
-    action together are the template's text of the dialogue, up to the message's ending. This text
+    action together are the template's text of the dialogue, up to the end of the message. This text
     does not begin with the prompt if the generation prompt ends in "<think>", which templates omit
     from the messages of a dialogue. A stored `output` follows the whole prompt even then; for a
     stored `content`, the end of the prompt from which on the two texts differ is dropped:
 
         prompt <|assistant|><think>    full <|assistant|>which rate?<|end|>    dropped: 1
     """
-    if ids := action.get("token_ids"):
-        matches = max(ids) < len(tokenizer)
-        if matches and "logprobs" in action and "output" in action:  # candidates have no `logprobs`
-            texts = tokenizer.decode(ids, skip_special_tokens=True), action["output"]
-            short, long = sorted((text.strip().rstrip("\ufffd") for text in texts), key=len)
-            matches = long.startswith(short)
-        if not matches:
-            fail("token_ids in the records are not of this --model's tokenizer: "
-                 "use the model that sampled them")
-        return packed(ids), 0
+    if action.get("token_ids"):
+        check_token_ids(tokenizer, action)
+        return packed(action["token_ids"]), 0
+    prompt = template_text(tokenizer, history, thinking, add_prompt=True)
+    full = stored_text(tokenizer, action, history, thinking, prompt)
+    prompt_ids, full_ids = text_ids(tokenizer, prompt), text_ids(tokenizer, full)
+    if not full.startswith(prompt):  # both continue their common prefix
+        common = common_prefix(prompt_ids, full_ids)
+        return full_ids[common:], len(prompt_ids) - common
+    if full_ids.startswith(prompt_ids):
+        return full_ids.removeprefix(prompt_ids), 0
+    # a token would span prompt and action: separate them
+    return text_ids(tokenizer, full[len(prompt):]), 0
 
+
+def check_token_ids(tokenizer, action):
+    """Exits if a sampled message's token_ids are not of this tokenizer."""
+    ids = action["token_ids"]
+    matches = max(ids) < len(tokenizer)
+    if matches and "logprobs" in action and "output" in action:  # candidates have no `logprobs`
+        texts = tokenizer.decode(ids, skip_special_tokens=True), action["output"]
+        short, long = sorted((text.strip().rstrip("\ufffd") for text in texts), key=len)
+        matches = long.startswith(short)
+    if not matches:
+        fail("token_ids in the records are not of this --model's tokenizer: "
+             "use the model that sampled them")
+
+
+def stored_text(tokenizer, action, history, thinking, prompt):
+    """Returns the text of a dialogue up to the end of a stored message; see action_ids."""
     text = action.get("output") or action.get("content") or ""
     message = {"role": "assistant", "content": text}
     if control := control_tokens(tokenizer)[1].search(text):
         add_warning("messages contain a control token, kept as text", f"{control[0]!r}")
-    prompt = template_text(tokenizer, history, thinking, add_prompt=True)
     full = template_text(tokenizer, [*history, message], thinking, add_prompt=False)
     before_action, plain = prompt, as_plain(tokenizer, message)
     if not full.startswith(prompt) or plain.strip() not in full[len(prompt):]:
@@ -555,530 +1163,14 @@ def action_ids(tokenizer, action, history, thinking=0):
             before_action = template_text(tokenizer, history, thinking, add_prompt=False)
             if not full.startswith(before_action):
                 raise ValueError("it changes the history from {!r} to {!r}".format(*excerpts))
-    end = ending(tokenizer)
-    if (index := full.rfind(end, len(before_action))) >= 0:
+    end = end_of_message(tokenizer)
+    index = full.rfind(end, len(before_action))
+    if index >= 0:
         full = full[:index]
-    prompt_ids, full_ids = (text_ids(tokenizer, text) for text in (prompt, full + end))
-    if not full.startswith(prompt):  # both continue their common prefix
-        common = common_prefix(prompt_ids, full_ids)
-        return full_ids[common:], len(prompt_ids) - common
-    if full_ids.startswith(prompt_ids):
-        return full_ids.removeprefix(prompt_ids), 0
-    # a token would span prompt and action: separate them
-    return text_ids(tokenizer, full[len(prompt):] + end), 0
+    return full + end
 
 
-# --- records to turns, pairs and batches ----------------------------------------------------------
-
-class Action(NamedTuple):
-    """A message or candidate of the agent, and what the models read of it."""
-    fields: dict     # those of the record
-    turn: tuple      # (prompt, action), or None if it is too long
-    ref_turn: tuple  # the turn that pi_ref reads, whose prompt may be another one
-
-
-class Trajectory(NamedTuple):
-    """A record, and what the models read of it."""
-    task: str      # the task's id
-    record: dict
-    actions: list  # [[Action]]: for each message of the agent, it and its candidates
-
-    def turns(self):
-        """Returns the turns of the agent's messages, in order."""
-        return tuple(message.turn for message, *_ in self.actions)
-
-    def order(self):
-        """Returns a key to sort by, so that pairs do not depend on which episode ended first."""
-        return self.task, self.record.get("sample", 0), self.record.get("meta", {}).get("seed", 0)
-
-
-def turn_actions(record):
-    """Yields (history, [message, *its candidates]) for each message of the agent."""
-    history = record["dialogue_history"]
-    for t, message in enumerate(history):
-        if message["role"] == "assistant":
-            yield history[:t], [message, *message.get("candidates", ())]
-
-
-def critic_turns(tokenizer, record, history, actions, *, pi_reads_c, ref_reads_c):
-    """Returns (pi's turn, pi_ref's turn) for each action after a history, for either trainer.
-
-    They differ only in the prompt. pi_reads_c, ref_reads_c: does the prompt of that model include
-    the hidden information, c? actions: messages or candidates.
-    """
-    thinking = record.get("meta", {}).get("thinking", 0)  # the setting it was sampled with
-
-    def prompt_ids(reads_c):
-        c = hidden_information(record["task"]) if reads_c else ""
-        messages = with_hidden(history, c) if c else history
-        return packed(render(tokenizer, messages, thinking))
-
-    prompt = prompt_ids(pi_reads_c)
-    ref_prompt = prompt if ref_reads_c == pi_reads_c else prompt_ids(ref_reads_c)
-    turns = []
-    for action in actions:
-        ids, n_dropped = action_ids(tokenizer, action, history, thinking)
-        # both prompts end alike, so the same number of tokens is dropped: see action_ids
-        turn = prompt[:len(prompt) - n_dropped], ids
-        ref_turn = ref_prompt[:len(ref_prompt) - n_dropped], ids
-        turns.append((turn, ref_turn))
-    return turns
-
-
-def read_trajectories(args, *fields, pi_reads_c, ref_reads_c):
-    """Returns [Trajectory] of stdin. fields: those a record must have; others: see critic_turns.
-
-    Actions that have more than --max_length tokens with their prompt are too long.
-    """
-    records = [*read_records(sys.stdin, "dialogue_history", *fields, to_train=True)]
-    _, tokenizer, config = find_model(args.model)
-    config = config.get_text_config()
-    longest = min(args.max_length, getattr(config, "max_position_embeddings", None) or math.inf)
-    with fail_on_error(f"the chat template of --model {args.model} can't be used"):
-        ending(tokenizer)  # else `save` would fail, after training
-    extra_ids, special = len(tokenizer) > config.vocab_size, control_tokens(tokenizer)[1]
-    trajectories = []
-    for r in records:
-        name = f"the task {task_id(r['task'])}"
-        for m in r["dialogue_history"]:
-            if m["role"] != "assistant" and special.search(m["content"]):
-                add_warning("messages contain a control token, kept as text", name)
-        if pi_reads_c and not hidden_information(r["task"]):
-            add_warning("records without hidden information for the critic", name)
-        check_opening(r)
-        trajectories.append(Trajectory(task_id(r["task"]), r, []))
-        for history, actions in turn_actions(r):
-            with fail_on_error(f"--model's chat template rejects {name}"):
-                turns = critic_turns(tokenizer, r, history, actions, pi_reads_c=pi_reads_c,
-                                     ref_reads_c=ref_reads_c)
-            read = []
-            for action, (turn, ref_turn) in zip(actions, turns):
-                if extra_ids and max(map(ord, "".join(turn))) >= config.vocab_size:
-                    fail(f"{name} has a token id outside --model's vocabulary of "
-                         f"{config.vocab_size} tokens: use the model that sampled it")
-                if sum(map(len, turn)) > longest:
-                    add_warning(f"turns exceed {longest} tokens (--max_length or --model's limit): "
-                                "they get no score, and their trajectories no pairs", name)
-                    turn = ref_turn = None
-                read.append(Action(action, turn, ref_turn))
-            trajectories[-1].actions.append(read)
-    print_warnings()
-    return trajectories
-
-
-def by_task(trajectories):
-    """Returns {(task id, pair): [Trajectory]}, sorted, without those with too long a turn."""
-    groups = {}  # `pair` keeps converted preference pairs apart; it is None for episodes
-    for t in sorted(trajectories, key=Trajectory.order):
-        if None not in t.turns():
-            groups.setdefault((t.task, t.record.get("pair")), []).append(t)
-    return groups
-
-
-class Pair(NamedTuple):
-    """A training example: two trajectories of a task, or two candidates of a turn."""
-    chosen: tuple         # all turns of the better trajectory, or the better candidate's one turn
-    rejected: tuple = ()  # likewise of the worse one; empty for --loss rft
-    gap: float = 0.0      # difference of rewards or of candidates' scores; read by edits
-
-
-def trajectory_pairs(trajectories, min_gap):
-    """Returns {task id: [Pair of its trajectories]} of those tasks that have a pair.
-
-    min_gap: see pairs_of. Both trainers learn from these pairs, and measure accuracy on them.
-    """
-    groups, graders = {}, {}
-    for t in trajectories:
-        names = graders.setdefault(t.task, set())
-        names.add(t.record.get("reward_by"))
-        if not comparable(names):
-            add_warning("trajectories are paired by rewards of different graders: grade all "
-                        "episodes alike (colbench.py grade)", f"the task {t.task}")
-    print_warnings()
-    for (task, _), group in by_task(trajectories).items():
-        if pairs := pairs_of(group, min_gap):
-            groups.setdefault(task, []).extend(pairs)
-    return groups
-
-
-def pairs_of(group, min_gap):
-    """Returns [Pair] of trajectories of a task.
-
-    min_gap None: the first solved one with every unsolved one; else any two whose rewards differ by
-    at least min_gap.
-    """
-    rated = [(t.turns(), t.record["reward"]) for t in group]
-    first_solved = [(turns, reward) for turns, reward in rated if reward >= 1][:1]
-    pairs = []
-    for chosen, high in first_solved if min_gap is None else rated:
-        for rejected, low in rated:
-            if min_gap is None:
-                is_pair = low < 1
-            else:
-                is_pair = high > low and high - low > min_gap - 1e-9
-            if is_pair and chosen != rejected:
-                pairs.append(Pair(chosen, rejected, gap=high - low))
-    return pairs
-
-
-def why_no_pairs(trajectories, min_gap):
-    """Returns an error message for trajectories without a pair."""
-    tasks = by_task(trajectories)
-    n_long = len(trajectories) - sum(map(len, tasks.values()))
-    if not tasks:
-        why = "all are too long for --max_length or --model"
-    elif all(len({t.record["reward"] for t in group}) == 1 for group in tasks.values()):
-        why = ("no task has two that differ in reward: sample more episodes per task with "
-               "collect.py -k, or collect on easier or harder tasks")
-    elif min_gap is None:
-        why = "no task has both a solved and an unsolved one; try --min_gap 0"
-    else:
-        why = f"no task has two whose rewards differ by {min_gap} or more"
-    return f"no pairs in {len(trajectories)} trajectories, {n_long} of them too long: {why}"
-
-
-def hold_out(tasks, share, seed):
-    """Shuffles tasks; returns (training tasks, held out), with at least one to train on."""
-    tasks = list(tasks)
-    rng("held out", seed).shuffle(tasks)
-    n_held = min(math.ceil(share * len(tasks)), len(tasks) - 1)
-    return tasks[n_held:], tasks[:n_held]
-
-
-def turns_in(pairs):
-    """Returns the unique turns of some pairs, sorted."""
-    return sorted({turn for pair in pairs for turn in (*pair.chosen, *pair.rejected)})
-
-
-def all_batches(groups, batch_size, epochs, seed):
-    """Returns all batches of a run. Each epoch shuffles the groups, and keeps each together."""
-    batches = []
-    for epoch in range(epochs):
-        order = list(groups)
-        rng("order", seed, epoch).shuffle(order)
-        pairs = [pair for group in order for pair in group]
-        batches += [pairs[i:i + batch_size] for i in range(0, len(pairs), batch_size)]
-    return batches
-
-
-def mean_loss(losses):
-    """Returns (mean loss, {"accuracy": ..., "margin": ...}) of the (loss, margin) of each pair."""
-    losses, margins = zip(*losses)
-    margins = torch.stack(margins)  # (B,)
-    # the share of positive margins; one that rounds to 0 counts half
-    accuracy = ((margins.round(decimals=5).sign() + 1) / 2).double().mean().item()
-    return sum(losses) / len(losses), {"accuracy": accuracy, "margin": margins.mean().item()}
-
-
-def update(model, optimizer, step, loss, lr):
-    """Updates the weights by a step's loss, and returns the gradient's norm before clipping to 1.
-
-    Exits, with the weights as they were, if the loss or the norm is NaN or infinite.
-    """
-    loss.backward()  # each rank holds the gradient of its own turns; FSDP sums them
-    norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-    norm = (norm.full_tensor() if hasattr(norm, "full_tensor") else norm).item()  # if sharded
-    for name, value in ("loss", loss.item()), ("grad_norm", norm):
-        if not math.isfinite(value):
-            fail(f"step {step}: the {name} is {value}; the weights were not updated. "
-                 "Try a lower --lr or --beta, or --dtype fp32")
-    for group in optimizer.param_groups:
-        group["lr"] = lr
-    optimizer.step()
-    optimizer.zero_grad()
-    return norm
-
-
-# --- loading, sharding, saving --------------------------------------------------------------------
-
-def read_json(path):
-    """Returns the object in a JSON file, {} if there is no such file."""
-    with fail_on_error(f"{path} can't be read"):
-        return json.loads(Path(path).read_bytes()) if os.path.exists(path) else {}
-
-
-def eos_ids(path):
-    """Returns the list of EOS ids in a config.json or generation_config.json."""
-    eos = read_json(path).get("eos_token_id")
-    return eos if isinstance(eos, list) else [] if eos is None else [eos]
-
-
-def find_model(path, weights=False):
-    """Returns (folder, tokenizer, config) of a Hugging Face folder or hub name, or fails.
-
-    Weights are required, and downloaded from the hub, only if `weights` is true.
-    """
-    try:
-        if not os.path.isdir(path):
-            from huggingface_hub import snapshot_download
-            path = snapshot_download(path, allow_patterns=MODEL_FILES + ["*.safetensors"] * weights)
-        rows = rows_of(path)
-        if rows and "finished" not in rows[-1]:
-            raise ValueError("it is an unfinished run; repeat its command to resume it")
-        files = {*os.listdir(path)} - {"adapter_model.safetensors"}
-        check_files(path)
-        has_weights = any(name.endswith(".safetensors") for name in files)
-        if "adapter_config.json" in files and not has_weights:
-            raise ValueError("it is an adapter; merge it into its base model (merge_and_unload)")
-        config = AutoConfig.from_pretrained(path, trust_remote_code=False)
-        tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=False)
-    except Exception as e:  # transformers raises any error for a file that it can't parse
-        if exhausted_memory(e):
-            raise
-        name = "" if isinstance(e, (OSError, ValueError)) else f"{type(e).__name__}: "
-        fail(f"no model at {path!r}: {name}{(str(e) or repr(e)).splitlines()[0]}")
-    if weights and not has_weights:
-        fail(f"no weights at {path!r}: only safetensors files are supported")
-    if weights and getattr(config, "quantization_config", None):
-        fail(f"{path!r} has quantized weights, which are not supported: use the original model")
-    if weights:
-        check_index(path)
-    if not tokenizer.chat_template:
-        fail(f"the tokenizer of {path!r} has no chat template: use the instruction-tuned model")
-    return path, tokenizer, config
-
-
-def check_files(folder):
-    """Fails if a model's file is a pointer of Git LFS, or weights are damaged or incomplete."""
-    for path in chain(*map(Path(folder).glob, [*MODEL_FILES, "*.safetensors"])):
-        with open(path, "rb") as f:
-            refuse_pointer(f.read(100), path)
-        if path.suffix == ".safetensors":
-            with fail_on_error(f"{path} is damaged, or its download is incomplete", parses=True):
-                with safe_open(path, "pt"):  # reads the header, and compares the file's size
-                    pass
-
-
-@functools.cache  # a trainer asks twice for its --model
-def check_index(folder):
-    """Exits if a folder has model.safetensors and, by its index, shards with other weights.
-
-    transformers loads the former, so a stale one would be used instead of the shards.
-    """
-    single = os.path.join(folder, "model.safetensors")
-    files = read_json(single + ".index.json").get("weight_map", {})  # {name of a weight: its shard}
-    if not files or not os.path.exists(single):
-        return
-    with fail_on_error(f"{folder!r} has model.safetensors and an index of other weights, one of "
-                       "which is stale: remove it"), safe_open(single, "pt") as weights:
-        if different := sorted(files.keys() ^ {*weights.keys()}):
-            raise ValueError(f"only one of them has {different[0]}")
-        for name, file in files.items():
-            with safe_open(os.path.join(folder, file), "pt") as shard:
-                if not torch.equal(weights.get_tensor(name), shard.get_tensor(name)):
-                    raise ValueError(f"{name} differs")
-
-
-@functools.cache  # a trainer asks twice for its --model
-def weights_digest(folder):
-    """Returns a short hash of every byte of the safetensors files in a folder; None without any."""
-    def file_hash(name):
-        with open(os.path.join(folder, name), "rb") as f:
-            return name, hashlib.file_digest(f, "sha256").digest()
-
-    with fail_on_error(f"the weights in {folder} can't be read"), ThreadPoolExecutor() as pool:
-        files = sorted(glob.glob("*.safetensors", root_dir=folder))
-        return digest([*pool.map(file_hash, files)]) if files else None
-
-
-def base_digest(path):
-    """Returns weights_digest of --model, a folder or hub name, on rank 0; None on other ranks."""
-    return None if RANK else weights_digest(find_model(path, weights=True)[0])
-
-
-def pick_dtype(name, device):
-    """Returns the torch.dtype of --dtype; auto is bf16 on a GPU and fp32 on a CPU."""
-    if name == "auto":
-        name = "bf16" if device.type == "cuda" else "fp32"
-    return {"bf16": torch.bfloat16, "fp32": torch.float32}.get(name, name)
-
-
-def model_facts(args, device):
-    """Returns the facts about --model that the first row of metrics.jsonl has."""
-    return {"dtype": str(pick_dtype(args.dtype, device)), "model_weights": base_digest(args.model)}
-
-
-def load(path, device="cpu", dtype="fp32", args=None, train=False):
-    """Returns (TreeLM, tokenizer) of a folder or hub name, after checking its log-probs.
-
-    If trees do not reproduce the log-probs of transformers' own forward, the model is computed turn
-    by turn; if that fails too, the program exits. dtype, a value of --dtype, is that of computation
-    and of weights, except that weights to `train` are fp32. args: a trainer's flags, to shard the
-    model over all ranks, each of which reads the files; None: no sharding.
-    """
-    path, tokenizer, _ = find_model(path, weights=True)
-    device = torch.device(device)
-    dtype = pick_dtype(dtype, device)
-    as_stored = train and dtype != torch.float32  # so that the files are memory-mapped, not copied
-    with fail_on_error(f"the weights in {path!r} can't be read", parses=True):
-        lm, loading_info = AutoModelForCausalLM.from_pretrained(
-            path, dtype="auto" if as_stored else dtype, attn_implementation="eager",
-            use_safetensors=True, trust_remote_code=False, output_loading_info=True,
-            ignore_mismatched_sizes=True, generation_config=GenerationConfig())
-    if wrong := sorted(map(str, chain(*loading_info.values()))):  # missing, unexpected, mismatched
-        fail(f"the weights in {path!r} do not match its config.json: {wrong[:3]}")
-
-    model = TreeLM(lm, device)
-    first = model.config.vocab_size // 2  # an id far from special tokens
-    window = min(getattr(model.config, "sliding_window", None) or 0, 2048)
-    # two turns with a common prompt, and one longer than the window
-    turns = [(packed(first + i % 11 for i in range(length)), packed(first + i for i in action))
-             for length, action in [(8, (5, 6, 7, 8)), (8, (9, 6, 5, 4)), (window + 8, (3, 2, 1))]]
-    versions = [p._version for p in lm.parameters()]
-    with fail_on_error(f"{path!r} fails to run in transformers"), torch.no_grad():
-        own_logps = torch.cat([model(Tree([turn])) for turn in turns])  # its own forward, so far
-        _, leak = logps_and_leak(model, turns[:1])
-    if not own_logps.isfinite().all():
-        fail(f"the log-probs of {path!r} are NaN or infinite: check its weights")
-    if not leak < 1e-3:
-        fail(f"{path!r} is not a causal language model: its log-probs depend on later tokens")
-    # RWKV's forward changes its weights, and dynamic RoPE depends on the longest input so far
-    rope = str(getattr(model.config, "rope_parameters", None))
-    if versions != [p._version for p in lm.parameters()] or "'dynamic'" in rope:
-        fail(f"{path!r} is not supported: its log-probs depend on earlier forwards")
-    if not try_trees(model, turns[:2], own_logps):
-        lm.set_attn_implementation("eager")
-        say(f"warning: {path} does not support trees: it runs turn by turn and repeats prefixes")
-
-    if args:
-        checksum = int(weights_digest(path)[:10], 16)
-        if sum_over_ranks(checksum) != WORLD * checksum:
-            fail(f"the weights in {path!r} are not the same on all ranks")
-        shard(model, dtype, args, train)
-    if train:
-        model.float()
-    if not args or not args.offload:
-        model.to(device)
-    with fail_on_error(f"{path!r} fails on {device} (try --compile 0)"):
-        logps = torch.cat([*score(model, turns, math.inf).values()])
-    if not agree(logps, own_logps, model.dtype):
-        error = (logps - own_logps).abs().mean()
-        fail(f"the log-probs of {path!r} differ by {error:.2g} on average from those of its own "
-             "forward in transformers")
-    return model, tokenizer
-
-
-def try_trees(model, turns, own_logps):
-    """Switches to tree attention, and returns whether it reproduces the turns' own_logps."""
-    if not can_support_trees(model.config):
-        return False
-    try:
-        model.lm.set_attn_implementation("tree")
-        logps, leak = logps_and_leak(model, turns)
-    except Exception as e:  # any, such as AttributeError: GPT-2 has no lm.model
-        if exhausted_memory(e):
-            raise
-        say(f"warning: tree attention fails: {type(e).__name__}: {e}")
-        return False
-    # the leak shows whether layers other than attention mix the paths
-    return leak == 0 and agree(logps, own_logps[:len(logps)], model.dtype)
-
-
-def can_support_trees(config):
-    """Returns False for longrope and for layers that the short turns of `load` can't test."""
-    rope = str(getattr(config, "rope_parameters", None))
-    types = set(getattr(config, "layer_types", None) or ())
-    return "'longrope'" not in rope and not types - {"full_attention", "sliding_attention"}
-
-
-@torch.enable_grad()
-def logps_and_leak(model, turns):
-    """Returns ((A,) log-probs of actions in a tree, the leak).
-
-    The leak tells how strongly a log-prob depends on tokens that it must not see: the largest
-    gradient at the embedding of a token off its path, divided by the largest at any token. It is 0
-    if paths do not mix. turns must be sorted.
-    """
-    tree, embedded = Tree(turns), []
-    embeddings = model.lm.get_input_embeddings()
-    with embeddings.register_forward_hook(lambda module, args, out: embedded.append(out)):
-        logps = model(tree)
-    probe = -2  # the last action's second to last token, so that the last is off its path
-    gradient = torch.autograd.grad(logps[probe], embedded)[0].flatten(0, -2)  # (T, width)
-    norms = gradient.float().norm(dim=-1)  # (T,)
-    off_path = norms.clone()
-    off_path[tree.paths[-tree.kv[-1]:probe]] = 0  # the last run ends with the last turn's action
-    return logps.detach(), (off_path.max() / norms.max()).item()
-
-
-def agree(logps, own_logps, dtype):
-    """Returns whether log-probs agree; 16 bits may round large logits by 0.5 on average."""
-    return (logps - own_logps).abs().mean() < (0.5 if dtype.itemsize == 2 else 1e-3)
-
-
-def shard(model, dtype, args, train):
-    """Shards the model with FSDP2, to compute in dtype and to sum gradients in fp32."""
-    model.dtype = dtype
-    gpu = model.device.type == "cuda"
-    recompute = gpu if args.recompute is None else args.recompute
-    compiled = gpu and model.supports_trees if args.compile is None else args.compile
-    layers = model.layers()
-    if compiled:
-        model.head_logps = torch.compile(head_logps, dynamic=True)
-    for layer in layers:
-        if compiled:
-            layer.forward = torch.compile(layer.forward, dynamic=True)
-        if recompute and train:
-            layer.forward = functools.partial(checkpoint, layer.forward, use_reentrant=False)
-    if WORLD == 1 and not args.offload and (dtype == torch.float32 or not train):
-        return  # there is nothing to shard, to cast or to offload
-    mesh = init_device_mesh(model.device.type, (WORLD,))
-    offloading = CPUOffloadPolicy(pin_memory=gpu) if args.offload else OffloadPolicy()
-    precision = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
-    for module in (*layers, model):
-        fully_shard(module, mesh=mesh, mp_policy=precision, offload_policy=offloading)
-        if WORLD > 1:  # sum gradients, not average: losses are divided by the global count already
-            module.set_gradient_divide_factor(1.0)
-            module.set_force_sum_reduction_for_comms(True)
-    # by default FSDP prefetches for one tree only, so the others would wait for their weights
-    model.set_modules_to_backward_prefetch(layers[-1:])
-    for previous, layer in zip(layers, layers[1:]):
-        layer.set_modules_to_backward_prefetch([previous])
-    for layer in layers:  # else all recomputed layers stay gathered, which takes memory
-        layer.register_forward_hook(lambda layer, *_: layer.reshard())
-
-
-def load_lm(path, device, dtype="fp32"):
-    """Returns (transformers LM, tokenizer) to sample with. dtype: see `load`."""
-    model, tokenizer = load(path, device, dtype)
-    if not model.supports_trees:  # collect.py's attention and cache would be wrong, too
-        fail(f"sampling from {path!r} without a server is not supported, because of its layers or "
-             "attention: give a vLLM server by --engine")
-    model.lm.set_attn_implementation("eager")  # some families have no "sdpa"
-    return model.lm, tokenizer
-
-
-def finished_flags(folder, model=None):
-    """Returns the flags that a finished critic was trained with; flags.model is pi_ref's path."""
-    with fail_on_error(f"{folder or repr(folder)} is not a finished run of train_critic.py",
-                       parses=True):
-        rows = rows_of(folder)
-        if not rows:
-            raise ValueError("it has no metrics.jsonl of a run")
-        start = [row for row in rows if "args" in row][-1]
-        flags = SimpleNamespace(**start["args"])
-        if not hasattr(flags, "ref_context"):
-            raise ValueError("it is a run of train_policy.py")
-        if "finished" not in rows[-1]:
-            raise ValueError("it was interrupted; repeat its command to resume it")
-    if not model:  # look up pi_ref relative to the critic's folder, as both may have moved
-        old_model, old_out = (os.path.join(start["cwd"], path) for path in (flags.model, flags.out))
-        moved = os.path.join(folder, os.path.relpath(old_model, old_out))
-        model = moved if os.path.isdir(moved) else flags.model
-    if changed := changed_scripts(folder):
-        say(f"warning: the critic in {folder} was trained by another {changed}; to score as then, "
-            f"run its own copies (python {folder}/NAME.py)")
-    try:
-        found = base_digest(model)
-    except SystemExit as e:
-        fail(f"the pi_ref of the critic in {folder} is not there; move it back, or pass it to "
-             f"train_critic.py --score by --model ({e.code})")
-    if found not in (start["model_weights"], None):  # only rank 0 has a digest
-        fail(f"{model} is not the pi_ref of the critic in {folder}: its weights differ. Restore "
-             "them, or run train_critic.py with the right --model")
-    flags.model = model
-    return flags
-
+# --- saving ---------------------------------------------------------------------------------------
 
 def save(model, tokenizer, out):
     """Writes a Hugging Face folder: weights in model.dtype, and the base's other files.
@@ -1105,10 +1197,11 @@ def save(model, tokenizer, out):
                 copy = out / path.relative_to(base)
                 copy.parent.mkdir(exist_ok=True)
                 shutil.copyfile(path, copy)
-        dtypes = {"dtype", "torch_dtype"} & read_json(config).keys() or {"torch_dtype"}
+        dtypes = {"dtype", "torch_dtype"} & read_json(config).keys()  # the name varies by version
         eos = eos_ids(generation_config)
         eos += sorted(stop_ids(tokenizer, base) - {*eos})
-        changes = {config: dict.fromkeys(dtypes, str(model.dtype).removeprefix("torch.")),
+        changes = {config: dict.fromkeys(dtypes or {"torch_dtype"},
+                                         str(model.dtype).removeprefix("torch.")),
                    generation_config: {"eos_token_id": eos if len(eos) > 1 else eos[0]}}
         for path, values in changes.items():
             old = read_json(path)
@@ -1119,21 +1212,15 @@ def save(model, tokenizer, out):
 
 
 def print_changed_share(out, base):
-    """Prints which share of the weights in `out` differs from those of the base, both folders.
+    """Prints which share of the weights in the folder `out` differs from those in `base`.
 
-    Training keeps fp32 weights, and rounding to 16 bits undoes changes that are too small. It reads
-    one tensor at a time. Tensors that the base lacks, or has in another shape, are left out.
+    Training keeps fp32 weights, and rounding to 16 bits undoes changes that are too small.
     """
-    def files_of(folder):
-        opened = [stack.enter_context(safe_open(path, "pt"))
-                  for path in sorted(Path(folder).glob("*.safetensors"))]
-        return {name: f for f in opened for name in f.keys()}
-
     changed = total = 0
     with contextlib.ExitStack() as stack:
-        new, old = files_of(out), files_of(base)
+        new, old = open_weights(out, stack), open_weights(base, stack)
         for name in new.keys() & old.keys():
-            saved, before = (f[name].get_tensor(name) for f in (new, old))
+            saved, before = new[name].get_tensor(name), old[name].get_tensor(name)
             if saved.shape == before.shape:
                 changed += (saved != before.to(saved.dtype)).sum().item()
                 total += saved.numel()
@@ -1142,82 +1229,16 @@ def print_changed_share(out, base):
             "others' changes, if any, were too small for 16 bits")
 
 
-# --- the model card, and how to serve a policy ----------------------------------------------------
-
-def example_dialogue(trajectories):
-    """Returns what a program must know to talk with an agent that is trained on trajectories."""
-    first = min(trajectories, key=Trajectory.order).record
-    task, opening = first["task"], []  # opening: the messages before the agent's first
-    for message in first["dialogue_history"]:
-        if message["role"] == "assistant":
-            break
-        opening.append({"role": message["role"], "content": message["content"]})
-    # a demonstration may show the agent what only the critic will see
-    shown = HIDDEN.format(hidden=hidden_information(task))
-    opening[0]["content"] = opening[0]["content"].removeprefix(shown)
-    fields = {"kind": task_kind(task)}
-    if "agent_prompt" in task:
-        fields["agent_prompt"] = task["agent_prompt"]
-    # collect.py's --max_turns; else the most that there are
-    turns = [t.record.get("meta", {}).get("max_turns", len(t.actions)) for t in trajectories]
-    return {"opening": opening, "max_turns": max(turns), "task": fields,
-            "thinking": first.get("meta", {}).get("thinking", 0)}
+def open_weights(folder, stack):
+    """Returns {name of a weight: its file, which is open until the ExitStack ends} of a folder."""
+    files = {}
+    for path in Path(folder).glob("*.safetensors"):
+        file = stack.enter_context(safe_open(path, "pt"))
+        files |= dict.fromkeys(file.keys(), file)
+    return files
 
 
-def serving_template(tokenizer, thinking):
-    """Returns a chat template that needs no arguments to write the prompts of training.
-
-    It fixes what a template may take from its caller: the date, and whether the model thinks.
-    """
-    return (f"{{%- set enable_thinking = {str(bool(thinking)).lower()} -%}}\n{STRFTIME_NOW}"
-            f"{tokenizer.get_chat_template()}")
-
-
-def write_card(out, tokenizer):
-    """Writes a policy's serve.j2, and any run's model card, README.md, unless there is one."""
-    if RANK:
-        return
-    rows = rows_of(out)
-    start = [row for row in rows if "args" in row][-1]
-    dialogue = start.get("dialogue")  # of a policy
-    if dialogue:
-        with writing(os.path.join(out, "serve.j2")) as part:
-            template = serving_template(tokenizer, dialogue["thinking"])
-            Path(part).write_text(template, encoding="utf-8")
-    card = os.path.join(out, "README.md")  # which a model hub shows
-    if not os.path.exists(card):
-        with writing(card) as part:
-            lines = run_section(start, last=[row for row in rows if "step" in row][-1])
-            if dialogue:
-                lines += serving_section(dialogue)
-            Path(part).write_text("\n".join(lines), encoding="utf-8", errors="replace")
-
-
-def run_section(start, last):
-    """Returns the first lines of a model card. start, last: rows of metrics.jsonl."""
-    base = start["args"]["model"]
-    hub_name = [] if os.path.isdir(base) else [f"base_model: {base}"]
-    return ["---", *hub_name, "library_name: transformers", "---", "", f"- base: {base}",
-            f"- command: `{shlex.join(start['argv'])}`", f"- code: {start['version']}",
-            f"- pairs_hash: {start['pairs_hash']}", f"- last metrics: `{json.dumps(last)}`", ""]
-
-
-def serving_section(dialogue):
-    """Returns lines of a model card, of an example_dialogue."""
-    n, task = dialogue["max_turns"], dialogue["task"]
-    return ["## Serving", "",
-            f"In training a dialogue has at most {n} messages of the agent, and begins like this "
-            "one:", "", "```json", json.dumps(dialogue["opening"]), "```", "",
-            f"`first_message(task, max_turns={n})` in colbench.py writes such a beginning for a "
-            "task with the fields", "", "```json", json.dumps(task), "```", "",
-            "and its own `problem_description`. `serve.j2` is the chat template as it was in "
-            f"training: it prints the date {TODAY:%d %b %Y}, if it prints one, and thinking is "
-            f"{'on' if dialogue['thinking'] else 'off'}. To serve the model with it, run here:",
-            "", "```bash", "vllm serve . --generation-config vllm --chat-template serve.j2", "```",
-            ""]
-
-
-# --- checkpoints: weights and moments for any number of processes ---------------------------------
+# --- checkpoints ----------------------------------------------------------------------------------
 
 FLAT = StateDictOptions(flatten_optimizer_state_dict=True)  # {"state.PARAMETER.exp_avg": tensor}
 
@@ -1253,3 +1274,89 @@ def load_checkpoint(model, optimizer, log):
             dcp.load(tensors, storage_reader=dcp.HuggingFaceStorageReader(path))
             set_state_dict(model, optimizer, model_state_dict=weights, optim_state_dict=moments,
                            options=FLAT)
+
+
+# --- model card -----------------------------------------------------------------------------------
+
+CARD = """\
+---
+{base_model}library_name: transformers
+---
+
+- base: {base}
+- command: `{command}`
+- code: {version}
+- pairs_hash: {pairs_hash}
+- last metrics: `{metrics}`
+"""
+SERVING = """
+## Serving
+
+In training a dialogue has at most {max_turns} messages of the agent, and begins like this:
+
+```json
+{opening}
+```
+
+colbench.py's `first_message(task, max_turns={max_turns})` writes this for a task with these fields
+and its own `problem_description`:
+
+```json
+{task}
+```
+
+`serve.j2` is the chat template as in training: any date is {date}, and thinking is {thinking}.
+To serve the model with it, run here:
+
+```bash
+vllm serve . --generation-config vllm --chat-template serve.j2
+```
+"""
+
+
+def write_card(out, tokenizer):
+    """Writes a run's model card, README.md, unless there is one, and a policy's serve.j2."""
+    if RANK:
+        return
+    rows = rows_of(out)
+    start = [row for row in rows if "args" in row][-1]
+    base = start["args"]["model"]
+    card = CARD.format(
+        base=base, base_model="" if os.path.isdir(base) else f"base_model: {base}\n",
+        command=shlex.join(start["argv"]), version=start["version"],
+        pairs_hash=start["pairs_hash"], metrics=json.dumps([r for r in rows if "step" in r][-1]))
+    dialogue = start.get("dialogue")  # of a policy
+    if dialogue:
+        card += SERVING.format(
+            max_turns=dialogue["max_turns"], opening=json.dumps(dialogue["opening"]),
+            task=json.dumps(dialogue["task"]), date=f"{TODAY:%d %b %Y}",
+            thinking="on" if dialogue["thinking"] else "off")
+        # what a template may take from its caller, the date and thinking, is fixed to training's
+        template = (f"{{%- set enable_thinking = {'true' if dialogue['thinking'] else 'false'} "
+                    f"-%}}\n{STRFTIME_NOW}{tokenizer.get_chat_template()}")
+        with writing(os.path.join(out, "serve.j2")) as part:
+            Path(part).write_text(template, encoding="utf-8")
+    path = os.path.join(out, "README.md")  # which a model hub shows
+    if not os.path.exists(path):
+        with writing(path) as part:
+            Path(part).write_text(card, encoding="utf-8", errors="replace")
+
+
+def example_dialogue(trajectories):
+    """Returns what a program must know to talk with an agent trained on these trajectories."""
+    first = min(trajectories, key=Trajectory.sort_key).record
+    task, opening = first["task"], []  # opening: the messages before the agent's first
+    for message in first["dialogue_history"]:
+        if message["role"] == "assistant":
+            break
+        opening.append({"role": message["role"], "content": message["content"]})
+    # a demonstration may show the agent what only the critic will see
+    shown = HIDDEN.format(hidden=hidden_information(task))
+    opening[0]["content"] = opening[0]["content"].removeprefix(shown)
+    fields = {"kind": task_kind(task)}
+    if "agent_prompt" in task:
+        fields["agent_prompt"] = task["agent_prompt"]
+    # collect.py's --max_turns; else the most that there are
+    turns = [t.record.get("meta", {}).get("max_turns", len(t.actions)) for t in trajectories]
+    return {"opening": opening, "max_turns": max(turns), "task": fields,
+            "thinking": first.get("meta", {}).get("thinking", 0)}

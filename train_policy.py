@@ -188,7 +188,7 @@ def make_groups(args, trajectories):
     if args.loss == "mtdpo":
         return list(trajectory_pairs(trajectories, args.min_gap).items())
     groups, weights = [], base_digest(args.model)
-    for t in sorted(trajectories, key=Trajectory.order):
+    for t in sorted(trajectories, key=Trajectory.sort_key):
         pairs = [pair for _, *candidates in t.actions for pair in candidate_pairs(args, candidates)]
         groups.append((t.task, pairs))
         meta = t.record.get("meta", {})
@@ -224,7 +224,7 @@ def candidate_pairs(args, candidates):
              for chosen, rejected in product(ranked[:half], ranked[len(ranked) - half:])
              if value(chosen) > value(rejected) and not chosen.fields.get("cut")]
     # seeded by the candidates' token ids, not by the order of the records
-    rng("pairs", args.seed, *(c.turn[1] for c in ranked)).shuffle(pairs)
+    rng("pairs", args.seed, *(c.turn.action for c in ranked)).shuffle(pairs)
     distinct = {pair[:2]: pair for pair in pairs if pair.chosen != pair.rejected}
     return list(distinct.values())[:args.pairs_per_turn]
 

@@ -266,7 +266,7 @@ class RunDirectory:
             return
         pairs = list(chain(*groups))
         facts = {"steps": steps, "pairs": len(pairs), "held_out_pairs": len(held_out),
-                 "pairs_hash": digest([digest(tuple(pair)) for pair in chain(pairs, held_out)]),
+                 "pairs_hash": digest([digest(pair) for pair in chain(pairs, held_out)]),
                  **facts}
         if self.rows:
             self.compare_facts(facts)
@@ -763,7 +763,16 @@ def rng(*key):
 
 def digest(x):
     """Returns a short hash, by value, of nested lists, tuples, numbers and strings."""
-    return hashlib.sha256(marshal.dumps(x, 2)).hexdigest()[:16]
+    return hashlib.sha256(marshal.dumps(plain(x), 2)).hexdigest()[:16]
+
+
+def plain(x):
+    """Returns x with plain tuples in place of named ones, which marshal rejects."""
+    if isinstance(x, tuple):
+        return tuple(plain(item) for item in x)
+    if isinstance(x, list):
+        return [plain(item) for item in x]
+    return x
 
 
 def commit():

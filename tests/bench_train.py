@@ -58,7 +58,7 @@ from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM  # noqa: E
 import toy  # noqa: E402
 import train_critic  # noqa: E402
 import train_policy  # noqa: E402
-from model import (action_logps, all_batches, head_logps, load,  # noqa: E402
+from model import (Turn, action_logps, all_batches, head_logps, load,  # noqa: E402
                    score, turns_in)
 from plan import count_tokens, plan  # noqa: E402
 from timing import parser, ratio, show, time_alternately  # noqa: E402
@@ -379,7 +379,7 @@ class Bench:
         return {"tflops": self.peak / 1e12, "device": name, "ranks": WORLD}
 
     def oracle(self):
-        turns = [(prompt[-512:], action) for job in ("dpo 24", "critic")
+        turns = [Turn(prompt[-512:], action) for job in ("dpo 24", "critic")
                  for prompt, action in turns_in(self.batch(job))[:6]]
 
         def results(dtype, separate):

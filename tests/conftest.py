@@ -160,14 +160,14 @@ def dialogue(*contents):
 
 
 def turns_of(tokenizer, record):
-    """The turns [(prompt, action)] of the assistant messages in a record, in order."""
+    """The [Turn] of the assistant messages in a record, in order."""
     import model  # slow to load
     thinking = record.get("meta", {}).get("thinking", 0)
     turns = []
     for history, actions in model.turn_actions(record):
         action, without = model.action_ids(tokenizer, actions[0], history, thinking)
         prompt = model.render(tokenizer, history, thinking)
-        turns.append((model.packed(prompt[:len(prompt) - without]), action))
+        turns.append(model.Turn(model.packed(prompt[:len(prompt) - without]), action))
     return turns
 
 

@@ -41,13 +41,14 @@ from transformers import AutoModelForCausalLM  # noqa: E402
 
 import model as M  # noqa: E402
 from colbench import environment, human_prompt, read_records  # noqa: E402
-from model import all_batches, find_model, in_order, partition, turns_in  # noqa: E402
+from model import (all_batches, find_model, partition,  # noqa: E402
+                   sorted_with_prefix_lengths, turns_in)
 from utils import fail, fail_on_error, say  # noqa: E402
 
 
 def count_tokens(turns):
     """Returns the number of tokens in the turns' tree."""
-    return sum(len(seq) - shared for _, seq, shared in in_order(turns))
+    return sum(len(seq) - shared for _, seq, shared in sorted_with_prefix_lengths(turns))
 
 
 # --- peak memory: a step on meta tensors ----------------------------------------------------------

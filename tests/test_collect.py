@@ -152,7 +152,7 @@ def test_best_of_sends_the_critics_favourite(ref_reads, tasks, rewarded, tiny_di
     for turn in range(6):
         key = (0, task["id"], 0, turn)
         drawn = sample(p, prompts["agent"], [(*key, j) for j in range(5)])
-        turns, ref_turns = ([(M.packed(prompts[reads]), M.packed(ids)) for ids, _ in drawn]
+        turns, ref_turns = ([M.Turn(M.packed(prompts[reads]), M.packed(ids)) for ids, _ in drawn]
                             for reads in ("hidden", ref_reads))
         logps, ref_logps = M.score(pi, turns, 4096), M.score(pi_ref, ref_turns, 4096)
         scores = [advantage(logps[a], ref_logps[b]).item() for a, b in zip(turns, ref_turns)]
@@ -642,10 +642,10 @@ def test_a_template_without_a_generation_prompt_is_refused(tiny_dir):
                "[/INST]{% else %} {{ m['content'] }}</s>{% endif %}{% endfor %}")
     tokenizer = M.find_model(tiny_dir)[1]
     tokenizer.chat_template = mistral
-    M.opened_thought(tokenizer)  # it needs none
+    M.think_prefix(tokenizer)  # it needs none
     tokenizer.chat_template = chatml
     with pytest.raises(SystemExit, match="no generation prompt.*<.im_start.>assistant"):
-        M.opened_thought(tokenizer)
+        M.think_prefix(tokenizer)
 
 
 def test_a_hidden_task_is_warned_of_once_before_the_episodes(tasks, playing):

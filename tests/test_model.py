@@ -83,7 +83,7 @@ def some_turns(ids=range(61), seed=0):
              (root[:4], root[4:7]),                             # an action inside another's prompt
              (root[:4] + some(6), a), (some(1), some(1)), (some(20), some(30)), (root + a, c + b)]
     r.shuffle(turns)
-    return turns
+    return [M.Turn(*turn) for turn in turns]
 
 
 def ids_of(text):
@@ -167,10 +167,10 @@ def test_parts_hold_each_turn_once_are_bounded_and_as_even_as_the_best_cut():
             some_ids = lambda: "".join(r.choice("abc") for _ in range(r.randrange(1, 12)))
             if r.random() < 0.5:
                 prompt = prompt[:r.randrange(1, len(prompt) + 1)] + some_ids()
-            turns.add((prompt, some_ids()))
+            turns.add(M.Turn(prompt, some_ids()))
         bound = r.choice([1, 20, 60, 10 ** 9])
         parts = M.partition(turns, bound, world)
-        in_order = sorted(turns, key=lambda turn: turn[0] + turn[1])
+        in_order = sorted(turns, key=lambda turn: turn.prompt + turn.action)
         once = parts[:parts.index(parts[-1]) + 1]  # the last one comes again where they are few
         assert [turn for part in once for turn in part] == in_order
         assert all(part == parts[-1] for part in parts[len(once):])
@@ -478,7 +478,7 @@ def test_no_layer_stays_gathered_after_its_forward(tiny_dir, recompute):
 
     And what is computed in 16 bits has their rounding, though its weights have 32.
     """
-    turns, gathered = [(chr(9) + chr(8), chr(i) + chr(7)) for i in range(6)], []
+    turns, gathered = [M.Turn(chr(9) + chr(8), chr(i) + chr(7)) for i in range(6)], []
     utils.init_distributed()
     try:
         flags = SimpleNamespace(offload=0, compile=0, recompute=recompute)

@@ -144,7 +144,7 @@ def test_prompt_and_action_begin_as_the_template_writes_the_conversation(part):
         tokenizer.chat_template = template
         write = partial(tokenizer.apply_chat_template, tokenize=False,
                         enable_thinking=bool(thinking))
-        M.control_tokens.cache_clear(), M.ending.cache_clear()
+        M.control_tokens.cache_clear(), M.end_of_message.cache_clear()
         for spell in ([], control):
             said = [spelled(random_, WORDS + spell) or "x" for _ in range(6)]
             said[1] = "<think>\nwhy?\n</think>\n\n" * random_.randrange(2) + said[1]
@@ -162,7 +162,7 @@ def test_prompt_and_action_begin_as_the_template_writes_the_conversation(part):
                 got = tokenizer.decode(read + wrote)
                 case = template, history[:t + 1], got
                 if ends:
-                    assert whole.startswith(got) and got.endswith(M.ending(tokenizer)), case
+                    assert whole.startswith(got) and got.endswith(M.end_of_message(tokenizer)), case
                 else:
                     assert got == whole + tokenizer.eos_token, case
                 assert (without == 0) == whole.startswith(prompt), case

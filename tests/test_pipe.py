@@ -140,7 +140,7 @@ def test_each_turn_is_judged_after_the_prompt_that_the_template_renders(tasks, t
         text = tokenizer.apply_chat_template(history, tokenize=False, add_generation_prompt=True,
                                              enable_thinking=True)
         prompt = tokenizer(text, add_special_tokens=False)["input_ids"]
-        return separate(lm, [(M.packed(prompt), M.packed(ids))])[0]
+        return separate(lm, [M.Turn(M.packed(prompt), M.packed(ids))])[0]
 
     played = succeed("collect.py", "--model", path, *HUMAN, "--thinking", 1, "--max_turns", 3,
                      "--max_tokens", 25, "--candidates", 2, stdin=tasks)

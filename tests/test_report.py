@@ -14,7 +14,7 @@ import pytest
 import train_policy
 from colbench import BROWSERS
 from conftest import ROOT, dialogue, lines, script, succeed
-from model import Action
+from model import Action, Turn
 
 HOSTILE = ("</script><script>document.title = 'owned'</script></template><!--{}\\u003c\\"
            "<img src=x onerror=\"document.title = 'owned'\">")
@@ -95,7 +95,7 @@ def test_the_halves_are_those_of_which_train_policy_draws(seed, report):
     for c in r.sample(candidates, len(candidates) // 4):
         del c["advantage"]
     args = SimpleNamespace(logprob_weight=weight, seed=0, pairs_per_turn=1000)
-    actions = [Action(c, ("", chr(c["token_ids"][0])), None) for c in candidates]
+    actions = [Action(c, Turn("", chr(c["token_ids"][0])), None) for c in candidates]
     drawn = {tuple(ord(side[0][1]) for side in (pair.chosen, pair.rejected))
              for pair in train_policy.candidate_pairs(args, actions)}
     ranked, n = report.ranked(candidates, weight)

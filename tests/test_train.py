@@ -155,7 +155,7 @@ def test_a_policy_without_data_says_what_is_missing(flags, change, why, ranked, 
 
 
 def candidate(i, advantage, logprob=0, **fields):
-    return Action({"advantage": advantage, "logprob": logprob, **fields}, ("o", (i,)), None)
+    return Action({"advantage": advantage, "logprob": logprob, **fields}, M.Turn("o", (i,)), None)
 
 
 def test_candidate_pairs_are_distinct_ones_of_the_upper_half_against_the_lower():
@@ -213,7 +213,7 @@ def test_candidates_without_ids_are_read_as_text(rewarded, tiny_dir):
         del c["token_ids"]
         c["advantage"] = float(len(c["output"]))
     make = functools.partial(read_by, rewarded, train_policy, "--model", tiny_dir)
-    end = M.text_ids(tokenizer, M.ending(tokenizer))
+    end = M.text_ids(tokenizer, M.end_of_message(tokenizer))
     ids = {M.packed(plain_ids(tokenizer, c["output"])) + end for c in candidates}
     assert {action for group in make()[0] for _, action in M.turns_in(group)} <= ids
     message, other = agent_messages(rewarded[0])[0], "not of this --model's tokenizer"

@@ -23,7 +23,8 @@ from statistics import fmean
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from colbench import read_action, read_records, task_id  # noqa: E402
-from model import Action, Trajectory, packed, trajectory_pairs, turn_actions  # noqa: E402
+from model import (Action, Trajectory, Turn, packed, trajectory_pairs,  # noqa: E402
+                   turn_actions)
 from train_policy import candidate_pairs  # noqa: E402
 from utils import fail, flag, open_stdout, parser, run, say  # noqa: E402
 
@@ -56,7 +57,7 @@ def kind_of(message):
 def action_of(message, prompt=""):
     """Returns the Action of a message, whose turn has a made-up prompt: pairs need no other."""
     ids = message.get("token_ids") or map(ord, message.get("output") or message["content"])
-    return Action(message, (prompt, packed(ids)), None)
+    return Action(message, Turn(prompt, packed(ids)), None)
 
 
 class Ranked:

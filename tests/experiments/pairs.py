@@ -21,11 +21,11 @@ from utils import add_warning, fail, open_stdout, print_warnings, run  # noqa: E
 
 def texts_of_turns(trajectories, tokenizer):
     """Returns {turn: (prompt, message, thinking)} of all candidates, as messages of a chat."""
-    from model import opened_thought, turn_actions
+    from model import think_prefix, turn_actions
     texts = {}
     for t in trajectories:
         thinking = t.record.get("meta", {}).get("thinking") or 0
-        opening = opened_thought(tokenizer, thinking)  # the prompt has it, so that outputs lack it
+        opening = think_prefix(tokenizer, thinking)  # the prompt has it, so that outputs lack it
         for (history, _), actions in zip(turn_actions(t.record), t.actions):
             prompt = [{"role": m["role"], "content": m["content"]} for m in history]
             for action in actions:

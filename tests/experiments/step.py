@@ -29,7 +29,7 @@ def main(args):
     flags.model = path if os.path.isdir(path) else flags.model  # it may have moved
     groups, held_out = prepare(trainer, flags)
     pairs = [pair for group in groups for _, pair in group] + held_out
-    if digest([digest(tuple(pair)) for pair in pairs]) != start["pairs_hash"]:  # see RunDirectory
+    if digest([digest(pair) for pair in pairs]) != start["pairs_hash"]:  # see RunDirectory
         fail(f"stdin is not the data of the run in {args.run}: its pairs_hash is another")
     tokenizer = find_model(flags.model)[1]
 

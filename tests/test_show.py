@@ -1,0 +1,126 @@
+"""show.py: what it marks is what a trainer trains, and the rest is what the model reads."""
+import os
+import pty
+import re
+import subprocess
+import sys
+from itertools import chain
+
+from transformers import AutoTokenizer
+
+import train_critic
+import train_policy
+from colbench import agent_messages, with_hidden
+from conftest import CPU, ROOT, complaint, demos, lines, read_by, script, succeed
+
+SHOW = "tests/experiments/show.py"
+HEADING = re.compile(r"^--- task (.*), pair (\d+) of (\d+), (\w+): (\d+) messages, (\d+) trained "
+                     r"tokens ---\n", re.M)
+
+
+def shown(stdout):
+    """[(heading's fields, text)] of show.py's stdout."""
+    headings = [*HEADING.finditer(stdout)]
+    ends = [m.start() for m in headings[1:]] + [len(stdout)]
+    return [(m.groups(), stdout[m.end():end].removesuffix("\n\n"))
+            for m, end in zip(headings, ends)]
+
+
+def rendered(tokenizer, history):
+    return tokenizer.apply_chat_template(history, tokenize=False)
+
+
+def test_demonstrations_are_those_of_transformers_with_each_message_marked(tiny_dir):
+    """Without marks it is the template's text; marked are the agent's messages and their ends."""
+    given, tokenizer = demos(8), AutoTokenizer.from_pretrained(tiny_dir)
+    done = succeed(SHOW, "train_policy.py", "--loss", "rft", "--all", 1, "--model", tiny_dir,
+                   stdin=given)
+    want = {r["task"]["id"]: r["dialogue_history"] for r in given}
+    sides = shown(done.stdout)
+    assert len(sides) == len(given) and len(want) == len(given)
+    for (task, i, n, side, messages, trained), text in sides:
+        history = want[task]
+        marks = re.findall(r"\[\[(.*?)\]\]", text, re.S)
+        agent = [m["content"] + "<|end|>" for m in history if m["role"] == "assistant"]
+        assert (i, n, side, int(messages)) == ("1", "1", "chosen", len(agent)) and marks == agent
+        assert re.sub(r"\[\[|\]\]", "", text) == rendered(tokenizer, history)
+        ids = [tokenizer(mark, add_special_tokens=False)["input_ids"] for mark in marks]
+        assert int(trained) == sum(map(len, ids))
+
+
+def test_both_sides_are_those_of_the_trainers_pairs(ranked, tiny_dir):
+    """Of the critic, which reads the reference, and of the policy, whose pairs are candidates."""
+    tokenizer = AutoTokenizer.from_pretrained(tiny_dir)
+    for trainer, flags in ((train_critic, ["--held_out", 0]), (train_policy, [])):
+        flags = [*flags, "--model", tiny_dir]
+        done = succeed(SHOW, trainer.__name__ + ".py", *flags, stdin=ranked)
+        pairs = [*chain(*read_by(ranked, trainer, *flags)[0])]
+        want = [(side, turns) for pair in pairs
+                for side, turns in (("chosen", pair.chosen), ("rejected", pair.rejected))]
+        got = shown(done.stdout)
+        assert sorted((side, int(trained)) for (*_, side, _, trained), _ in got) == sorted(
+            (side, sum(len(turn.action) for turn in turns)) for side, turns in want)
+        assert done.stdout.count("Hidden reference:") >= len(got) * (trainer is train_critic)
+        marks = [mark for _, text in got for mark in re.findall(r"\[\[.*?\]\]", text, re.S)]
+        texts = (tokenizer.decode([*map(ord, turn.action)]) for _, turns in want for turn in turns)
+        printable = ("".join(c if c.isprintable() or c in "\n\t" else "?" for c in text)
+                     for text in texts)
+        assert sorted(marks) == sorted(f"[[{text}]]" for text in printable)
+
+
+def test_text_that_looks_like_a_mark_or_an_escape_is_text(tiny_dir):
+    (given,) = demos(1)
+    given["dialogue_history"][0]["content"] += " \x1b[32mgreen\x9b31m"
+    done = succeed(SHOW, "train_policy.py", "--loss", "rft", "--all", 1, "--model", tiny_dir,
+                   stdin=[given])
+    assert "\x1b" not in done.stdout and "\x9b" not in done.stdout
+    assert "?[32mgreen?31m" in done.stdout
+
+
+def test_a_prompt_that_drops_earlier_text_is_said_to_differ(tiny_dir, tmp_path):
+    """As templates do that cut thoughts out of earlier messages."""
+    tokenizer = AutoTokenizer.from_pretrained(tiny_dir)
+    tokenizer.chat_template = tokenizer.chat_template.replace(
+        "m['content']", "(m['content'] if loop.last else m['content'].split('?')[-1])")
+    assert "split" in tokenizer.chat_template
+    from model import find_model
+    tokenizer.save_pretrained(tmp_path)
+    find_model(tiny_dir)
+    for name in ("config.json", "generation_config.json"):
+        (tmp_path / name).write_bytes(open(f"{tiny_dir}/{name}", "rb").read())
+    given = next(r for r in demos(50) if len(agent_messages(r)) == 2)
+    done = script(SHOW, "train_policy.py", "--loss", "rft", "--all", 1, "--model", tmp_path,
+                  stdin=[given])
+    assert "... the next prompt shares" in done.stdout, done.stderr
+
+
+def test_a_terminal_has_colours(tiny_dir):
+    ours, theirs = pty.openpty()
+    with subprocess.Popen([sys.executable, SHOW, "train_critic.py", "--min_gap", "0", "--model",
+                           tiny_dir], cwd=ROOT, env=CPU, stdin=subprocess.PIPE, stdout=theirs,
+                          stderr=subprocess.PIPE, text=True) as p:
+        os.close(theirs)
+        one, two = demos(2)
+        two |= {"task": one["task"], "sample": 1}
+        one["reward"], two["reward"] = 1.0, 0.0
+        p.stdin.write(lines([one, two]))
+        p.stdin.close()
+        out = b""
+        while True:
+            try:
+                out += os.read(ours, 10000)
+            except OSError:  # the other side has closed it
+                break
+        assert p.wait(60) == 0, p.stderr.read()
+    green, red = (re.findall(rb"\x1b\[%dm(.*?)\x1b\[0m" % n, out, re.S) for n in (32, 31))
+    for marks, record in ((green, one), (red, two)):
+        assert [mark.decode().replace("\r\n", "\n") for mark in marks] == [
+            m["content"] + "<|end|>" for m in agent_messages(record)]
+    assert b"[[" not in out
+
+
+def test_errors_are_those_of_the_trainer(tiny_dir):
+    complaint(script(SHOW, "evaluate.py"), "evaluate.py is no trainer: give train_policy.py or")
+    done = script(SHOW, "train_critic.py", "--model", tiny_dir, stdin=demos(2))
+    assert done.returncode and "error: " in done.stderr.splitlines()[-1]
+    assert "put it before a trainer's command" in succeed(SHOW).stdout.lower()
