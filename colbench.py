@@ -78,15 +78,6 @@ EXTRAS = "|".join({name.partition(".")[0] for name in EXTRA_MODULES})  # numpy|s
 SERVERS = [(EXTRAS, LIBRARY + EXTRA_MODULES), ("import", LIBRARY),
            ("", ["_pylong", "unicodedata"])]  # for huge integers and "\N{...}"
 NEEDS_CODECS = b"needs codecs"
-# What may change the state of a library, such as decimal's precision or numpy's handling of errors.
-# An answer that imports something and has such a text runs each test in a child of its own, else
-# one test would change the values of the next.
-CHANGES_STATE = re.compile(
-    r"(?<!\bself)\.\w+(\[[^]\n]{,99}\])?\s*[-+*/%|&]*=(?!=)"  # a.b = c, a.b[c] += d
-    r"|\b(set(?!default\()\w+|\w*seed|(un)?register\w*|reset\w*|(en|dis)able|signal|alarm|tzset)\("
-    r"|\b(environ|putenv|chdir|getcontext|filterwarnings|simplefilter|basicConfig|addHandler"
-    r"|add_type|field_size_limit|global_assumptions|__dict__|__builtins__)\b"
-    r"|\bsys\.(path|meta_path|modules|argv)\.|\bdel \w+\.")
 
 
 def seccomp_filter():
@@ -361,55 +352,16 @@ def run_test(programs, test, official):
         return f"refused {type(e).__name__}: {e}"
 
 
-def set_randomness(seed):
-    """Gives this process the random numbers and memory addresses of a seed, for `check`.
-
-    Only what `random` draws from the operating system in C, as in Random(), can't be set.
-    """
-    for name in ("random", "numpy.random", "sympy.core.random"):
-        if name in sys.modules:
-            sys.modules[name].seed(seed)
-    if "random" in sys.modules:
-        random = sys.modules["random"]
-        os.urandom = random._urandom = random.Random(seed).randbytes  # for secrets and uuid, too
-    set_randomness.kept = [object() for _ in range(100 * seed)]  # moves what is created later
-
-
-def set_clocks(seed):
-    """Sets all clocks of this process, except numpy's: a seed's time is about 2004 + 3 * seed."""
-    import time
-    years = seed * (10 ** 8 + 7)  # seconds; prime, so that weekdays, hours and seconds vary, too
-    shift = 2 ** 30 + years - time.time()
-
-    def shifted(read, amount):
-        return lambda: read() + amount
-
-    def completed(function, missing, now):
-        """Returns the function with now() as its last argument if `missing` are given."""
-        return lambda *args: function(*args, now()) if len(args) == missing else function(*args)
-
-    for name in ("monotonic", "perf_counter", "process_time", "thread_time"):
-        setattr(time, name, shifted(getattr(time, name), years))
-        setattr(time, name + "_ns", shifted(getattr(time, name + "_ns"), years * 10 ** 9))
-    time.time_ns = shifted(time.time_ns, int(shift * 10 ** 9))
-    time.time = shifted(time.time, shift)
-    for name in ("localtime", "gmtime", "ctime"):
-        setattr(time, name, completed(getattr(time, name), 0, time.time))
-    time.asctime = completed(time.asctime, 0, time.localtime)
-    time.strftime = completed(time.strftime, 1, time.localtime)
-    # datetime's `today` calls time.time; its `now` does not, and only its dict can be changed
-    methods = gc.get_referents(datetime.datetime.__dict__)[0]
-    methods["now"] = classmethod(lambda cls, tz=None: cls.fromtimestamp(time.time(), tz))
-    methods["utcnow"] = classmethod(lambda cls: cls.utcfromtimestamp(time.time()))
-    ctypes.pythonapi.PyType_Modified(ctypes.py_object(datetime.datetime))
+def reopen_streams():
+    """Opens the standard streams again, because an earlier test may have closed them."""
+    streams = [open(fd, mode, closefd=False) for fd, mode in enumerate("rww")]
+    sys.stdin, sys.stdout, sys.stderr = streams
+    sys.__stdin__, sys.__stdout__, sys.__stderr__ = streams
 
 
 def run_tests(request, result_fd):
-    """Runs a request {text, tests, official, seed}; writes a result per test. seed may be None."""
+    """Runs the tests of a request {text, tests, official, seed}; writes a result for each."""
     text, official = request["text"], request["official"]
-    if request["seed"] is not None:
-        set_randomness(request["seed"])
-        set_clocks(request["seed"])
     error, uses_streams = None, re.search("std(in|out|err)", text)
     try:
         if official:
@@ -422,10 +374,8 @@ def run_tests(request, result_fd):
         try:
             if error is not None:
                 raise error
-            if uses_streams:  # an earlier test may have closed its streams
-                streams = [open(fd, mode, closefd=False) for fd, mode in enumerate("rww")]
-                sys.stdin, sys.stdout, sys.stderr = streams
-                sys.__stdin__, sys.__stdout__, sys.__stderr__ = streams
+            if uses_streams:
+                reopen_streams()
             result = run_test(programs, test, official)
         except BaseException as e:  # also SystemExit and KeyboardInterrupt
             missing = f": {e.name}" if type(e) is ModuleNotFoundError else ""
@@ -460,12 +410,27 @@ def confine(devnull, libc, server, bpf):
         raise OSError(ctypes.get_errno(), "seccomp is not available")
 
 
-def run_child(result_fd, request, devnull, libc, server, bpf):
-    """Confines this child, says so or why it can't, runs one request, and exits."""
-    def ask_for_codecs(name):  # is called for a name that no codec of this child has
+def set_seed(seed):
+    """Seeds the random numbers and moves the memory addresses of this child; None: by chance."""
+    for name in ("random", "numpy.random", "sympy.core.random"):
+        if name in sys.modules:
+            sys.modules[name].seed(seed)
+    if seed is not None:  # objects that are created later lie elsewhere, as id() shows
+        set_seed.objects = [object() for _ in range(100 * seed)]
+
+
+def ask_for_codecs(result_fd):
+    """Ends this child with NEEDS_CODECS as soon as it looks for a codec that it lacks."""
+    def send_and_exit(name):
         os.write(result_fd, NEEDS_CODECS)
         os._exit(0)
 
+    if "encodings.cp1252" not in sys.modules:  # else all codecs are loaded
+        codecs.register(send_and_exit)
+
+
+def run_child(result_fd, request_fd, devnull, libc, server, bpf):
+    """Confines this child, reports that or why it can't, runs one request, and exits."""
     try:
         try:
             confine(devnull, libc, server, bpf)
@@ -473,13 +438,11 @@ def run_child(result_fd, request, devnull, libc, server, bpf):
             os.write(result_fd, f"{type(e).__name__}: {e}".encode())
             os._exit(1)
         os.write(result_fd, b"confined %d" % os.getpid())
-        for name in ("numpy.random", "sympy.core.random"):  # unlike Python's, not reseeded
-            if name in sys.modules:
-                sys.modules[name].seed()
-        if "encodings.cp1252" not in sys.modules:
-            codecs.register(ask_for_codecs)
-        with open(request, closefd=False) as f:
-            run_tests(json.load(f), result_fd)
+        with open(request_fd, closefd=False) as f:
+            request = json.load(f)
+        set_seed(request["seed"])
+        ask_for_codecs(result_fd)
+        run_tests(request, result_fd)
     finally:
         os._exit(0)
 
@@ -952,8 +915,8 @@ def extract_page(text):
 # --- records --------------------------------------------------------------------------------------
 
 # The fields that the scripts read, with their shapes. All are optional, null means that a field is
-# missing, and other fields are kept. A shape is a type, [shape], {field: shape}, or {...: shape} for
-# an object with any keys.
+# missing, and other fields are kept. A shape is a type, [shape], {field: shape}, or {...: shape}
+# for an object with any keys.
 ACTION = {                 # a message of the agent, or a candidate for one
     "content": str,        # what the human saw
     "output": str,         # what the model wrote
@@ -1346,6 +1309,32 @@ def receive(result_socket, time_used, limit):
             return "process ended"
 
 
+# --- the grader: what a program may do, by its text -----------------------------------------------
+
+# What may change the state of a library, such as decimal's precision or numpy's handling of errors.
+# A program that imports something and has such a text runs each test in a child of its own, else
+# one test would change the values of the next.
+CHANGES_STATE = re.compile(
+    r"(?<!\bself)\.\w+(\[[^]\n]{,99}\])?\s*[-+*/%|&]*=(?!=)"  # a.b = c, a.b[c] += d
+    r"|\b(set(?!default\()\w+|\w*seed|(un)?register\w*|reset\w*|(en|dis)able|signal|alarm|tzset)\("
+    r"|\b(environ|putenv|chdir|getcontext|filterwarnings|simplefilter|basicConfig|addHandler"
+    r"|add_type|field_size_limit|global_assumptions|__dict__|__builtins__)\b"
+    r"|\bsys\.(path|meta_path|modules|argv)\.|\bdel \w+\.")
+# A reference or test that may be random or depend on memory addresses runs with RERUNS seeds.
+MAY_BE_RANDOM = re.compile(r"rand|secrets|uuid|tempfile|\bid\(|\bhash\(")
+RERUNS = 40
+# One that reads a clock, so that its value may change with the day.
+READS_CLOCK = re.compile(r"""
+    \.(now|utcnow|today)\b | \bclock_gettime | \bdatetime64\(\s*['"](now|today)
+    | \b(time_ns|(monotonic|perf_counter)(_ns)?|localtime|gmtime|ctime|asctime)\(\s*\)
+    # time() and strftime(format) are functions of `time`; t.time() and t.strftime(format) are not
+    | (?<![\w.])(time\.)?(time\(\s*\)|strftime\([^,()]*\))
+    | \btime\ as\b  # by another name
+    """, re.X)
+VARIES = "its value varies between runs: it is random"
+CLOCK = "it reads a clock, so its value may change with the day"
+
+
 # --- the grader: from results to verdicts ---------------------------------------------------------
 #
 # A child's results are bytes, which are compared with those of the reference, or shown, truncated
@@ -1373,12 +1362,6 @@ def verdict(expected, result):
 
 BANNED_WORDS = ("import os", "from os", "import sys", "from sys", "sudo", "transformers", "exit(",
                 "quit(", "argparse")  # the released scorer gives reward 0 to answers with one
-
-
-# what a reference or a test contains if it may be random or read a clock
-MAY_VARY = (r"rand|secrets|uuid|tempfile|datetime|import[^\n]*\btime\b|from time\b|\bid\(|"
-            r"\bhash\(")
-RERUNS = 40  # of such a reference, by `check`
 
 
 FILES_PER_WORKER = 8  # most that a worker has open: three servers, and what one run needs
@@ -1425,16 +1408,17 @@ class Grader(Pool):
     def results(self, text, tests, time_factor=1, seed=None):
         """Returns a result per test, see ForkServer.run. time_factor multiplies the time limits.
 
-        seed: see set_randomness and set_clocks; None: the machine's own.
+        seed: see set_seed; None: another one in each child.
         """
         results, seconds_left = [], LIMITS["answer"] * time_factor
         source = "\n".join([text, *tests])
         row = next(i for i, (pattern, _) in enumerate(SERVERS) if re.search(pattern, source))
-        # tests per child
-        most = 1 if "import" in source and re.search(CHANGES_STATE, source) else len(tests)
+        tests_per_child = len(tests)
+        if "import" in source and CHANGES_STATE.search(source):
+            tests_per_child = 1
         with self.acquire() as servers:
             while len(results) < len(tests) and seconds_left > 0:  # rerun if a child ends early
-                request = {"text": text, "tests": tests[len(results):][:most],
+                request = {"text": text, "tests": tests[len(results):][:tests_per_child],
                            "official": self.official, "seed": seed}
                 new, seconds = self.run(servers, row, request, time_factor, seconds_left)
                 seconds_left -= seconds
@@ -1458,52 +1442,65 @@ class Grader(Pool):
                 if last_try:
                     raise GraderError(f"a fork server failed twice: {e!r}") from e
 
-    def check(self, task):
-        """Returns grade's fields for the reference as an answer; values must not vary.
-
-        A reference that may be random or read a clock runs with RERUNS seeds, and the fields are
-        those of the first run that fails: the same in every call.
-        """
-        reference, tests = task["ground_truth"], task["test_cases"]
-        if not re.search(MAY_VARY, "\n".join([reference, *tests.values()])):
-            return self.grade(task, reference)
-        for seed in range(1, RERUNS):
-            fields = self.grade(task, reference, seed)
-            if fields["reward"] < 1:
-                break
-        for name, text in fields["tests"].items():
-            if text == "wrong value":
-                fields["tests"][name] = "its value varies between runs: random, or from a clock"
-        return fields
-
-    def grade(self, task, answer, seed=None):
-        """Returns {"reward": share of tests passed, "tests": {name: verdict}}.
-
-        seed: of the answer's run, see set_randomness; the reference then has seed 0.
-        """
-        tests, answer = list(task["test_cases"].values()), answer or ""
-        banned = [word for word in BANNED_WORDS if self.official and word in answer]
+    def why_not_run(self, answer):
+        """Returns the verdict on an answer that is not run, else None."""
         if not answer.strip():
-            verdicts = ["no answer"] * len(tests)
-        elif len(answer) > LIMITS["code"]:
-            verdicts = [f"not run: it has more than {LIMITS['code']:,} characters"] * len(tests)
-        elif banned:
-            verdicts = [f"not run: the official rules refuse {banned[0]!r}"] * len(tests)
-        else:
-            for fence in ("```python", "```") if self.official else ():
-                if fence in answer:  # a tag other than "python" stays in, as there
-                    answer = answer.split(fence)[1].split("```")[0]
-            reference_seed = None if seed is None else 0
-            key = digest([task["ground_truth"], tests, reference_seed])
-            if key not in self.expected:
-                self.expected[key] = self.results(task["ground_truth"], tests, 3, reference_seed)
-            expected = self.expected[key]
-            useful = [test for test, result in zip(tests, expected) if has_value(result)]
-            results = iter(self.results(answer, useful, seed=seed))
-            verdicts = [verdict(result, next(results) if has_value(result) else None)
-                        for result in expected]
-        reward = verdicts.count("pass") / len(tests)
-        return {"reward": reward, "tests": dict(zip(task["test_cases"], verdicts))}
+            return "no answer"
+        if len(answer) > LIMITS["code"]:
+            return f"not run: it has more than {LIMITS['code']:,} characters"
+        if self.official:
+            for word in BANNED_WORDS:
+                if word in answer:
+                    return f"not run: the official rules refuse {word!r}"
+        return None
+
+    def grade(self, task, answer):
+        """Returns {"reward": share of tests passed, "tests": {name: verdict}}."""
+        tests, answer = list(task["test_cases"].values()), answer or ""
+        if reason := self.why_not_run(answer):
+            return with_reward(task, [reason] * len(tests))
+        if self.official:
+            answer = first_block(answer)
+        key = digest([task["ground_truth"], tests])
+        if key not in self.expected:
+            self.expected[key] = self.results(task["ground_truth"], tests, time_factor=3)
+        expected = self.expected[key]
+        useful = [test for test, result in zip(tests, expected) if has_value(result)]
+        results = iter(self.results(answer, useful))
+        return with_reward(task, [verdict(result, next(results) if has_value(result) else None)
+                                  for result in expected])
+
+    def check(self, task):
+        """Returns grade's fields for the reference as an answer, whose values must never vary."""
+        reference, tests = task["ground_truth"], list(task["test_cases"].values())
+        source = "\n".join([reference, *tests])
+        if READS_CLOCK.search(source):
+            return with_reward(task, [CLOCK] * len(tests))
+        fields = self.grade(task, reference)
+        if fields["reward"] == 1 and MAY_BE_RANDOM.search(source):
+            runs = [self.results(reference, tests, 3, seed) for seed in range(RERUNS)]
+            return with_reward(task, ["pass" if len(set(results)) == 1 else VARIES
+                                      for results in zip(*runs)])
+        # the same program has given two values
+        return with_reward(task, [VARIES if text == "wrong value" else text
+                                  for text in fields["tests"].values()])
+
+
+def first_block(answer):
+    """Returns an answer's first fenced block, else the answer, as the released scorer does.
+
+    A tag other than "python" stays in the block, as there.
+    """
+    for fence in ("```python", "```"):
+        if fence in answer:
+            answer = answer.split(fence)[1].split("```")[0]
+    return answer
+
+
+def with_reward(task, verdicts):
+    """Returns the fields that a record gets for its verdicts, one per test of the task."""
+    return {"reward": verdicts.count("pass") / len(verdicts),
+            "tests": dict(zip(task["test_cases"], verdicts))}
 
 
 def grade_fields(grade, *args):
