@@ -521,7 +521,6 @@ import subprocess
 import threading
 import time
 import urllib.parse
-from importlib.metadata import PackageNotFoundError, version as package_version
 
 
 ANSWER = "I WANT TO ANSWER:"   # marks the final answer, which follows it
@@ -567,30 +566,6 @@ def settings(meta):
     omitted = {"model_weights", "engine", "dtype", "version", "candidates", "asked", "asked_hash"}
     model = {"model": meta["model_weights"]} if meta.get("model_weights") else {}
     return {name: x for name, x in {**meta, **model}.items() if name not in omitted}
-
-
-def comparable(graders):
-    """Whether rewards by these graders are comparable: no part of their names has two versions.
-
-    A name lists what rewards depend on, such as "honest rules, Python 3.11, numpy 2.4". A part that
-    only some of them name, such as the Python of older records, is not known to differ.
-    """
-    versions = {}  # {part: its version}
-    for grader in graders:
-        rules, *packages = str(grader).split(", ")
-        parts = {"rules": rules}
-        for package in packages:
-            name, _, version = package.partition(" ")
-            parts[name] = version
-        for name, version in parts.items():
-            if versions.setdefault(name, version) != version:
-                return False
-    return True
-
-
-def joined_names(graders):
-    """Joins the names of graders, and writes a part that several have only once."""
-    return ", ".join(dict.fromkeys(part for name in sorted(graders) for part in name.split(", ")))
 
 
 def hidden_information(task):
@@ -1114,15 +1089,6 @@ class Environment(contextlib.ExitStack):
         fail(f"{type(self).__name__} can't grade answers: define its method grade")
 
 
-@functools.cache
-def minor_version(package):
-    """Returns a package's name and version, such as "numpy 2.4", or "numpy missing"."""
-    try:
-        return f"{package} {'.'.join(package_version(package).split('.')[:2])}"
-    except PackageNotFoundError:
-        return f"{package} missing"
-
-
 class Functions(Environment):
     """Backend Programming: answers are functions, the reward is the share of tests passed."""
     agent_prompt = """You write a Python function for a colleague. The description below leaves \
@@ -1153,6 +1119,7 @@ not mind. Write no code, quote none, and do not mention that a function exists."
 
     def __init__(self, args):
         super().__init__(args)
+        # some answers pass by a later Python only
         self.reward_by = f"{args.rules} rules, Python %d.%d" % sys.version_info[:2]
         self.grader = self.enter_context(Grader(args.rules, args.workers))
 
@@ -1160,11 +1127,7 @@ not mind. Write no code, quote none, and do not mention that a function exists."
         return self.grader.check(task)
 
     def grade(self, task, answer):
-        """See Environment.grade. reward_by names all versions on which the reward may depend."""
-        source = "\n".join([answer or "", task["ground_truth"], *task["test_cases"].values()])
-        packages = [minor_version(name) for name in ("numpy", "sympy") if name in source]
-        return {**self.grader.grade(task, answer),
-                "reward_by": ", ".join([self.reward_by, *packages])}
+        return {**self.grader.grade(task, answer), "reward_by": self.reward_by}
 
 
 class Pages(Environment):
@@ -1822,7 +1785,7 @@ def print_mean_reward(rewards, failures, broken, graders):
     n_good = sum(len(rewards[name]) for name in good)
     if good:
         mean = statistics.fmean(statistics.fmean(rewards[name]) for name in good)
-        labels = (f"{label} by {joined_names(names)}" for label, names in sorted(graders.items()))
+        labels = (f"{label} by {' and '.join(sorted(names))}" for label, names in sorted(graders.items()))
         say(f"graded {n_good} answers: {100 * round(mean, 4):.1f} % {', '.join(labels)} (mean over "
             f"tasks); {sum(failures[name] for name in good)} with a failure")
     if broken:

@@ -38,7 +38,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from colbench import (agent_messages, comparable, environment, joined_names, read_records, settings,
+from colbench import (agent_messages, environment, read_records, settings,
                       task_id, task_kind)
 
 COUNTS = "turns", "tokens"  # the metrics that are counts, not shares
@@ -331,7 +331,7 @@ def notes(systems, results, metrics):
     parts = [intervals + "]"]
     graders = set(chain(*(system.graders for system in systems)))
     if graders:
-        parts.append(f"graded by {joined_names(graders)}")
+        parts.append(f"graded by {' and '.join(sorted(graders))}")
     first, *others = systems
     different = [system for system in others if system.tasks.keys() != first.tasks.keys()]
     apart = [system for system in different if system.tasks.keys().isdisjoint(first.tasks)]
@@ -340,7 +340,7 @@ def notes(systems, results, metrics):
     if apart:
         names = ", ".join(system.name for system in apart)
         parts.append(f"NO COMMON TASK with {first.name}: {names}")
-    if not comparable(graders):
+    if len(graders) > 1:
         parts.append("NOT COMPARABLE: different graders")
     lines = ["; ".join(parts)]
     if differ := different_conditions(systems):

@@ -849,37 +849,11 @@ def test_a_kind_whose_package_is_missing_loses_no_record_before_it(odd, grading)
     assert len(done) == 2 and "graded 2 answers: 100.0 % " in told
 
 
-def test_a_reward_names_the_versions_on_which_it_may_depend(grading):
-    """Of numpy and sympy only where the answer, the reference or a test has one of them."""
-    import numpy
-    numpy_version = "numpy " + ".".join(numpy.__version__.split(".")[:2])
-    with_numpy = "import numpy\ndef f(x): return numpy.sum([x, x])"
-    given = [{"task": task(reference, *tests), "answer": answer} for reference, tests, answer in (
-        (HONEST, ["f(2)"], HONEST), (HONEST, ["f(2)"], ""), (HONEST, ["f(2)"], with_numpy),
-        (with_numpy, ["f(2)"], HONEST), (HONEST, ["f(__import__('numpy').int8(2))"], HONEST))]
+def test_a_reward_names_the_rules_and_the_version_of_python(grading):
     for rules in ("honest", "official"):
-        done, told, _ = grading(given, "--rules", rules)
-        plain, named = f"{rules} rules, {PYTHON}", f"{rules} rules, {PYTHON}, {numpy_version}"
-        assert [r["reward_by"] for r in done] == [plain, plain, named, named, named]
-        assert f"tests passed by {named} (mean over tasks); " in told
-    colbench.minor_version.cache_clear()
-    assert colbench.minor_version("no_such_package") == "no_such_package missing"
-
-
-def test_graders_are_comparable_unless_a_part_has_two_versions():
-    """By all pairs of names: of rules, and of versions that a name may lack."""
-    r = random.Random(0)
-    for _ in range(500):
-        graders = [{"rules": r.choice(["honest rules"] * 3 + ["clip"]),
-                    **{part: f"{part} {r.choice('112')}.{r.choice('0001')}" for part in (
-                        "Python", "numpy", "sympy") if r.random() < 0.4}}
-                   for _ in range(r.randint(1, 4))]
-        differ = any(a[part] != b[part] for a in graders for b in graders
-                     for part in a.keys() & b.keys())
-        names = {", ".join(grader.values()) for grader in graders}
-        assert colbench.comparable(names) == (not differ)
-        parts = colbench.joined_names(names).split(", ")
-        assert sorted(parts) == sorted({part for grader in graders for part in grader.values()})
+        done, told, _ = grading([{"task": DOUBLE, "answer": HONEST}] * 2, "--rules", rules)
+        assert [r["reward_by"] for r in done] == [f"{rules} rules, {PYTHON}"] * 2
+        assert f"tests passed by {rules} rules, {PYTHON} (mean over tasks); " in told
 
 
 def test_answers_to_a_broken_reference_are_counted_by_themselves(grading):
