@@ -1009,17 +1009,47 @@ def check_record(record, fields, to_grade, to_train):
             raise ValueError("dialogue_history has no message of the agent")
 
 
-def read_records(stream, *fields, source="stdin", to_grade=False, to_train=False, tasks=None,
-                 episodes=None):
+class Seen:
+    """The tasks and episodes that have been read: an id has one content, and no episode is twice.
+
+    tasks: {task id: (content, place)}, which several of these may share.
+    """
+
+    def __init__(self, tasks=None):
+        self.tasks = {} if tasks is None else tasks
+        self.episodes = {}  # {digest: place}
+
+    def add_task(self, task, place):
+        """Raises ValueError if the task differs from an earlier one of its id."""
+        name, content = task_id(task), task_content(task)
+        first, line = self.tasks.setdefault(name, (content, place))
+        if content != first:
+            differ = [x for x in sorted(first | content) if first.get(x) != content.get(x)]
+            raise ValueError(f"the task {name} differs from the one in {line} in "
+                             f"{', '.join(differ)}: give one of them another id")
+
+    def add_episode(self, record, place):
+        """Raises ValueError if the record's episode came before."""
+        if not record.get("dialogue_history") or "sample" not in record:
+            return
+        name, sample = task_id(record["task"]), record["sample"]
+        episode = [name, sample, settings(record.get("meta", {})),
+                   message_texts(record["dialogue_history"])]
+        key = digest(json.dumps(episode, sort_keys=True))
+        if key in self.episodes:
+            raise ValueError(f"sample {sample} of the task {name} is also in "
+                             f"{self.episodes[key]}: give each file and each line only once")
+        self.episodes[key] = place
+
+
+def read_records(stream, *fields, source="stdin", to_grade=False, to_train=False, seen=None):
     """Yields the records of a stream's lines; an invalid line is an error that names it.
 
     fields: what a record must have, besides its task's description and reference and, with
     to_grade, what its grader needs. to_train rejects UNSUPPORTED fields and dialogues without a
-    message of the agent. A task must have the same content wherever its id occurs, and an episode
-    may come only once; to check this across streams, pass the same two dicts, tasks and episodes.
+    message of the agent. seen: a Seen, which several streams may share.
     """
-    tasks = {} if tasks is None else tasks  # {task id: (content, place)}
-    episodes = {} if episodes is None else episodes  # {hash: place}
+    seen = seen or Seen()
     for place, record in read_jsonl(stream, source):
         try:
             if "task" not in record and "problem_description" in record:
@@ -1029,21 +1059,8 @@ def read_records(stream, *fields, source="stdin", to_grade=False, to_train=False
                                  "tests/experiments/preferences.py < FILE | train_policy.py --loss "
                                  "mtdpo (chats: --loss rft)")
             check_record(record, fields, to_grade, to_train)
-            task, name = record["task"], task_id(record["task"])
-            content = task_content(task)
-            first, line = tasks.setdefault(name, (content, place))
-            if content != first:
-                differ = [x for x in sorted(first | content) if first.get(x) != content.get(x)]
-                raise ValueError(f"the task {name} differs from the one in {line} in "
-                                 f"{', '.join(differ)}: give one of them another id")
-            if record.get("dialogue_history") and "sample" in record:
-                episode = [name, record["sample"], settings(record.get("meta", {})),
-                           message_texts(record["dialogue_history"])]
-                key = digest(json.dumps(episode, sort_keys=True))
-                if key in episodes:
-                    raise ValueError(f"sample {record['sample']} of the task {name} is also in "
-                                     f"{episodes[key]}: give each file and each line only once")
-                episodes[key] = place
+            seen.add_task(record["task"], place)
+            seen.add_episode(record, place)
         except ValueError as e:
             fail(f"{place}: {e}")
         yield record
@@ -1051,11 +1068,24 @@ def read_records(stream, *fields, source="stdin", to_grade=False, to_train=False
 
 # --- environments: one class per kind of task -----------------------------------------------------
 
-class Environment(contextlib.ExitStack):
+class Closing:
+    """Something that is closed at the end of `with`."""
+
+    def close(self):
+        """Frees what this uses, such as processes; subclasses define it if there is something."""
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *error):
+        self.close()
+
+
+class Environment(Closing):
     """A kind of task: its prompts, what counts as the answer, and how answers are graded.
 
-    Only grading needs an instance; its `grade` is called from several threads. It is an ExitStack,
-    so that what a subclass opens with enter_context is closed after grading.
+    Only grading needs an instance. Its `grade` is called from several threads, and then its
+    `close`, which ends what it has opened, such as a browser.
     """
     agent_prompt = "{problem_description}"  # {max_turns}, {ANSWER} and {OUTPUT} are filled in, too
     human_prompt = None             # for an LLM human; see human_prompt()
@@ -1064,8 +1094,8 @@ class Environment(contextlib.ExitStack):
     required_fields = ()            # fields for grade, besides the description and reference
     reward_name = "reward"          # label in messages; its first word heads evaluate.py's column
 
-    def __init__(self, args):  # args: the flags of colbench.py grade
-        super().__init__()
+    def __init__(self, args):
+        """args: the flags of colbench.py grade."""
 
     @classmethod
     def final_answer(cls, history, submitted):
@@ -1118,10 +1148,12 @@ not mind. Write no code, quote none, and do not mention that a function exists."
     reward_name = "tests passed"
 
     def __init__(self, args):
-        super().__init__(args)
         # some answers pass by a later Python only
         self.reward_by = f"{args.rules} rules, Python %d.%d" % sys.version_info[:2]
-        self.grader = self.enter_context(Grader(args.rules, args.workers))
+        self.grader = Grader(args.rules, args.workers)
+
+    def close(self):
+        self.grader.close()
 
     def check(self, task):
         return self.grader.check(task)
@@ -1153,10 +1185,12 @@ mention pictures."""
     shows_pages = True
 
     def __init__(self, args):
-        super().__init__(args)
         self.reward_by = "clip"
         self.likeness = clip_likeness(args.clip)
-        self.renderer = self.enter_context(Renderer(args.workers))
+        self.renderer = Renderer(args.workers)
+
+    def close(self):
+        self.renderer.close()
 
     @classmethod
     def final_answer(cls, history, submitted):
@@ -1179,12 +1213,10 @@ mention pictures."""
 # --- the grader: fork servers ---------------------------------------------------------------------
 
 
-class Pool(contextlib.ExitStack):
-    """Lends workers, such as browsers, to threads, which must end before `with` does."""
+class Pool:
+    """Lends workers, such as browsers, to threads."""
 
     def __init__(self, workers):
-        super().__init__()
-        self.workers = workers
         self.idle = queue.LifoQueue()  # last in, first out, so that a light load uses few workers
         for worker in workers:
             self.idle.put(worker)
@@ -1346,7 +1378,7 @@ def affordable_workers(workers):
     return min(workers, affordable)
 
 
-class Grader(Pool):
+class Grader(Closing):
     """with Grader() as grader: grader.grade(task, answer), from any thread.
 
     rules: "honest", or "official" for the verdicts of the released scorer. workers: number of
@@ -1364,9 +1396,15 @@ class Grader(Pool):
     def __init__(self, rules="honest", workers=2):
         self.official = rules == "official"
         self.expected = {}  # {digest of a reference and its tests: its results}
-        servers = [{} for _ in range(affordable_workers(workers))]  # {row of SERVERS: ForkServer}
-        super().__init__(servers)
+        # a worker is {row of SERVERS: ForkServer}
+        self.workers = [{} for _ in range(affordable_workers(workers))]
+        self.pool = Pool(self.workers)
         self.results("", ["0"])  # raises GraderError here if the sandbox does not work
+
+    def close(self):
+        for servers in self.workers:
+            for server in servers.values():
+                server.stop()
 
     def results(self, text, tests, time_factor=1, seed=None):
         """Returns a result per test, see ForkServer.run. time_factor multiplies the time limits.
@@ -1379,7 +1417,7 @@ class Grader(Pool):
         tests_per_child = len(tests)
         if "import" in source and CHANGES_STATE.search(source):
             tests_per_child = 1
-        with self.acquire() as servers:
+        with self.pool.acquire() as servers:
             while len(results) < len(tests) and seconds_left > 0:  # rerun if a child ends early
                 request = {"text": text, "tests": tests[len(results):][:tests_per_child],
                            "official": self.official, "seed": seed}
@@ -1397,7 +1435,6 @@ class Grader(Pool):
             try:
                 if row not in servers:
                     servers[row] = ForkServer(SERVERS[row][1])
-                    self.callback(servers[row].stop)
                 return servers[row].run(request, LIMITS["test"] * time_factor, seconds_left)
             except OSError as e:  # start another server, but only once
                 if row in servers:
@@ -1478,6 +1515,38 @@ def grade_fields(grade, *args):
     return fields
 
 
+def start_grading(records, args, check):
+    """Yields (record, future of grade_fields) in order, as soon as the first future is done.
+
+    Waits for one that is not done only if many are running, or after the last record.
+    """
+    jobs = collections.deque()
+
+    def first_jobs(most_left):
+        while jobs and (jobs[0][1].done() or len(jobs) > most_left):
+            yield jobs.popleft()
+
+    with contextlib.ExitStack() as stack, \
+            concurrent.futures.ThreadPoolExecutor(2 * args.workers) as pool:
+        graders = {}  # {class of environments: the one that grades}
+        try:
+            for record in records:
+                task, kind = record["task"], environment(record["task"])
+                if kind not in graders:
+                    with fail_on_error(f"{kind.__name__} can't grade"):
+                        graders[kind] = stack.enter_context(kind(args))
+                if check:
+                    job = pool.submit(grade_fields, graders[kind].check, task)
+                else:
+                    job = pool.submit(grade_fields, graders[kind].grade, task, record.get("answer"))
+                jobs.append((record, job))
+                yield from first_jobs(4 * args.workers - 1)
+        except SystemExit:
+            yield from first_jobs(0)
+            raise
+        yield from first_jobs(0)
+
+
 def grade_records(records, args, check=False):
     """Yields the records with the fields that their environment's `grade` returns, in order.
 
@@ -1487,44 +1556,20 @@ def grade_records(records, args, check=False):
     invalid line, or a kind without its packages, ends it once the lines before are graded; a
     GraderError ends it immediately.
     """
-    jobs, failed = collections.deque(), []
-
-    def graded(most):
-        """Yields the first jobs' records; waits for them only while more than `most` are left."""
-        while jobs and (jobs[0][1].done() or len(jobs) > most):
-            record, job = jobs.popleft()
-            try:
-                fields = job.result()
-            except GraderError:
-                raise
-            except Exception as e:
-                failed.append(record)
-                show_traceback(e)
-                say(f"task {task_id(record['task'])} could not be graded: {type(e).__name__}: {e}")
-            else:
-                yield {k: record[k] for k in record if k not in GRADE_FIELDS} | fields
-
-    with contextlib.ExitStack() as stack, \
-            concurrent.futures.ThreadPoolExecutor(2 * args.workers) as pool:
-        new_grader = functools.cache(lambda kind: stack.enter_context(kind(args)))
+    failed = 0
+    for record, job in start_grading(records, args, check):
         try:
-            for record in records:
-                kind = environment(record["task"])
-                with fail_on_error(f"{kind.__name__} can't grade"):
-                    grader = new_grader(kind)
-                task = record["task"]
-                if check:
-                    job = pool.submit(grade_fields, grader.check, task)
-                else:
-                    job = pool.submit(grade_fields, grader.grade, task, record.get("answer"))
-                jobs.append((record, job))
-                yield from graded(4 * args.workers - 1)
-        except SystemExit:
-            yield from graded(0)
+            fields = job.result()
+        except GraderError:
             raise
-        yield from graded(0)
+        except Exception as e:
+            failed += 1
+            show_traceback(e)
+            say(f"task {task_id(record['task'])} could not be graded: {type(e).__name__}: {e}")
+        else:
+            yield {k: record[k] for k in record if k not in GRADE_FIELDS} | fields
     if failed:
-        fail(f"{len(failed)} answers could not be graded and were left out")
+        fail(f"{failed} answers could not be graded and were left out")
 
 
 # --- frontend: pages are rendered by a browser without network access -----------------------------
@@ -1655,7 +1700,7 @@ def grey_picture(path):
             '<rect width="100%" height="100%" fill="#9ca3af"/></svg>')
 
 
-class Renderer(Pool):
+class Renderer(Closing):
     """with Renderer() as renderer: renderer.render(page), from any thread.
 
     The same page gives the same bytes. Its scripts do not run, and it can't reach the network.
@@ -1675,19 +1720,26 @@ class Renderer(Pool):
         if sha256(css).hexdigest() != TAILWIND_SHA256:
             fail(f"no Tailwind 2.2.19 style sheet at {tailwind} (MANUAL.md, \"Frontend Design\")")
         self.sheet = style_sheet(css.decode())
-        super().__init__([Browser(async_api, path, script) for _ in range(workers)])
-        for browser in self.workers:
-            self.callback(browser.stop)
-        self.render = functools.lru_cache(256)(self.render)
+        self.browsers = [Browser(async_api, path, script) for _ in range(workers)]
+        self.pool = Pool(self.browsers)
+        self.cached_draw = functools.lru_cache(256)(self.draw)
+
+    def close(self):
+        for browser in self.browsers:
+            browser.stop()
 
     def render(self, page):
         """Returns {"png", "height"} and what else `script` measures; may raise RenderError."""
+        return self.cached_draw(page)
+
+    def draw(self, page):
+        """Renders a page as `render` does, without its cache."""
         if not (page or "").strip():
             raise RenderError("no page")
         body = page.encode(errors="replace")  # it may contain lone surrogates
         if len(body) > PAGE_LIMITS["bytes"]:
             raise RenderError(f"the page has more than {PAGE_LIMITS['bytes']} bytes")
-        with self.acquire() as browser:
+        with self.pool.acquire() as browser:
             return browser.render(body, self.sheet(page))
 
     def render_pair(self, task, text):
@@ -1809,7 +1861,8 @@ def check(args, emit):
 
 def main(args):
     try:
-        {"grade": grade, "check": check}[args.command](args, open_stdout())
+        command = grade if args.command == "grade" else check
+        command(args, open_stdout())
     except GraderError as e:
         fail(e)
 

@@ -40,7 +40,7 @@ from urllib.parse import parse_qsl
 from urllib.request import getproxies
 
 from colbench import (ANSWER, ENVIRONMENTS, OUTPUT, RECORD, RENDER_FAILED_REPLY, Episode, Renderer,
-                      RenderError, answered, check_prompts, check_shape, cpus, environment,
+                      RenderError, Seen, answered, check_prompts, check_shape, cpus, environment,
                       human_prompt, message_texts, own_words, read_records, redact, settings,
                       task_id, task_kind, without_thinking)
 
@@ -862,7 +862,7 @@ AttentionMaskInterface.register("grouped", sdpa_mask)
 def finished_episodes(path, tasks):
     """Returns (file, {(task id, sample): texts}, [settings]) of the --resume file.
 
-    Removes a truncated last line, and locks the file until it is closed. tasks: see read_records.
+    Removes a truncated last line, and locks the file until it is closed. tasks: see Seen.
     """
     done, found = {}, []
     with fail_on_error(f"--resume {path}"):
@@ -877,7 +877,8 @@ def finished_episodes(path, tasks):
         except ValueError:
             f.truncate(f.tell() - len(last))
     f.seek(0)
-    for r in read_records(f, "sample", source=path, tasks=tasks) if os.path.getsize(path) else ():
+    seen = Seen(tasks)
+    for r in read_records(f, "sample", source=path, seen=seen) if os.path.getsize(path) else ():
         done[task_id(r["task"]), r["sample"]] = message_texts(r.get("dialogue_history", ()))
         meta = r.get("meta", {})
         meta = settings(meta.get("candidates", meta))  # if add_candidates wrote it
@@ -894,7 +895,7 @@ def read_jobs(args, done, tasks):
     too, but a dialogue must be the one that the file has.
     """
     taken = set()  # (task id, sample) of stdin
-    for record in read_records(sys.stdin, tasks=tasks):
+    for record in read_records(sys.stdin, seen=Seen(tasks)):
         task, name = record["task"], task_id(record["task"])
         record["task"] = {"kind": task_kind(task), **task, "id": name}
         k, start = args.k, 0

@@ -38,8 +38,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from colbench import (agent_messages, environment, read_records, settings,
-                      task_id, task_kind)
+from colbench import (Seen, agent_messages, environment, read_records, settings, task_id,
+                      task_kind)
 
 COUNTS = "turns", "tokens"  # the metrics that are counts, not shares
 # settings in `meta` that systems should share: all of collect.py's but the agent's and the seed
@@ -68,7 +68,7 @@ class System:
     """A system to compare: its name, its files (one per seed), and each task's mean metrics."""
 
     def __init__(self, name, files, tasks):
-        """tasks: of all systems, see read_records."""
+        """tasks: of all systems, see colbench.Seen."""
         self.name, self.files = name, files
         self.reward_labels, self.graders = set(), set()
         self.conditions = defaultdict(set)  # {setting: its values as JSON}
@@ -113,14 +113,13 @@ class System:
 
 
 def read_files(files, tasks):
-    """Yields (file, record) of all records of a system. tasks: of all systems, see read_records."""
-    episodes = {}  # of all files, see read_records
+    """Yields (file, record) of a system's records. tasks: of all systems, see colbench.Seen."""
+    seen = Seen(tasks)
     for path in files:
         source = "stdin" if path == "-" else path
         with fail_on_error(source):
             stream = sys.stdin if path == "-" else open(path, encoding="utf-8")
-        for record in read_records(stream, "dialogue_history", "reward", source=source, tasks=tasks,
-                                   episodes=episodes):
+        for record in read_records(stream, "dialogue_history", "reward", source=source, seen=seen):
             yield source, record
 
 

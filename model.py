@@ -55,8 +55,8 @@ from transformers import (AttentionInterface, AutoConfig, AutoModelForCausalLM, 
                           GenerationConfig)
 from transformers.utils import logging
 
-from colbench import (HIDDEN, check_opening, hidden_information, read_records, task_id,
-                      task_kind, with_hidden)
+from colbench import (HIDDEN, check_opening, hidden_information, read_records, task_id, task_kind,
+                      with_hidden)
 from utils import (RANK, WORLD, add_warning, barrier, changed_scripts, digest, drop_checkpoints,
                    exhausted_memory, fail, fail_on_error, print_warnings, progress, refuse_pointer,
                    rng, rows_of, say, sum_over_ranks, writing)
