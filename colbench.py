@@ -2,8 +2,18 @@
 
 The reward of a function is the share of hidden tests on which it returns the reference's value,
 and that of a web page its CLIP similarity to the reference page. Records are lines of JSON, to
-which every stage adds fields (README, "One record"). The sandbox comes first, then tasks, prompts,
-records and kinds of tasks, the grader, web pages, and the commands.
+which every stage adds fields (README, "One record").
+
+The sections, in order. A reader of the method needs only those with a star:
+    the sandbox               what a fork server's child runs. It comes first because a fork server
+                              runs this file only up to the end of this section.
+  * tasks, prompts, rules     what the agent reads, and the rules of an episode (Episode)
+    an LLM human's words      what the agent sees of an LLM human's reply
+  * records                   their fields (RECORD), and how they are read and checked
+  * environments              a class per kind of task: its prompts and how answers are graded
+    the grader                fork servers; a program by its text; from results to verdicts
+    frontend                  a browser that renders pages, and their likeness by CLIP
+    commands                  the kinds of tasks; grade and check
 
 Left out on purpose: a fresh interpreter or container per answer, because sandboxed forks grade
 seven times as many answers a second as interpreters (RESULTS.md); answers that need files, threads
@@ -667,129 +677,6 @@ def check_prompts(task, llm_human):
                             f"{', '.join(PLACEHOLDERS[which])}", f"{placeholder} in {name}")
 
 
-def redact(reply, task):
-    """Replaces what the reply quotes of the reference or the hidden information by "[...]".
-
-    A quote is one or more whole lines or sentences, in order, with 12 or more characters that are
-    not whitespace. As the human must be able to tell a fact, a reply may quote one line of a task's
-    own hidden information, if it is not code and there are others.
-    """
-    for text in (hidden_information(task), task["ground_truth"]):
-        parts = [part for part in re.split(r"\n|(?<=[.!?])\s+", text) if part.strip()]
-        bare, quotes = "".join(reply.split()), {}  # {quote without whitespace: its parts}
-        for start in range(len(parts)):
-            for end in range(start + 1, len(parts) + 1):
-                quote = "".join("".join(parts[start:end]).split())
-                if quote not in bare:
-                    break
-                if len(quote) >= 12:
-                    quotes[quote] = parts[start:end]
-        told = sum(quotes.values(), [])
-        if text == task["ground_truth"] or len(told) != 1 or len(parts) == 1 or is_code(told[0]):
-            for quote in sorted(quotes, key=len, reverse=True):
-                reply = re.sub(r"\s*".join(map(re.escape, quote)), "[...]", reply)
-    return reply
-
-
-# A speaker's name, such as "You: ", "**Assistant:** " or "human (colleague): ", at the start of a
-# line. Later in a line it counts only behind a sentence, and with a capital letter.
-SPEAKER = re.compile(r"""
-    (?: ^[ ]?(?:[\#>]+[ ])?[*_\[]* | (?<=[.!?"')])(?P<in_line>[ ]+)[*_]*(?=[A-Z]) )
-    (?i: (?:(?:the|ai|human|simulated)[ ])?
-         (?: you|user|human|colleague | (?P<agent>assistant|agent|ai) ) )
-    (?: [ ]?\([^()\n]{1,40}\) )? [*_\]]*:[*_]* (?![a-z/:=])""", re.M | re.X)
-
-
-def own_words(reply):
-    """Returns (what the human says in a reply, whether a name led it, whether others followed).
-
-    An LLM may continue the dialogue of human_prompt instead: "You: yes. Assistant: why? You: so."
-    The first words in the human's name are then its reply. Raises ValueError if there are none.
-    """
-    reply, names = reply.strip(), []
-    for name in SPEAKER.finditer(reply):
-        starts_line = name["in_line"] is None
-        follows_agent = bool(names) and names[-1]["agent"]  # else "There are two. You: 3 points"
-        if (starts_line or name["agent"] or follows_agent) and not is_quoted(reply, name.start()):
-            names.append(name)
-    if not names:
-        return reply, False, False
-    first, *others = names
-    if first.start() > 0:
-        return reply[:first.start()].rstrip(), False, True
-    ends = [*(name.start() for name in others), len(reply)]
-    texts = [reply[name.end():end].strip() for name, end in zip(names, ends)]
-    human = [text for name, text in zip(names, texts) if text and not name["agent"]]
-    said = human or [text for text in texts if text]  # some LLMs call themselves an assistant
-    if not said:
-        raise ValueError("the reply has only speakers' names")
-    return said[0], True, bool(others)
-
-
-def is_quoted(text, position):
-    """Whether a position of a text is in a code block, or in quotes of its line."""
-    line = text[:position].split("\n")[-1]
-    return bool(text.count("`", 0, position) % 2 or line.count('"') % 2)
-
-
-def is_code(line):
-    """Whether a line is Python that computes, compares, calls or controls: not prose, nor rate = 4.
-
-    Prose that parses is no code: "t-shirt", "and/or", "UTF-8", "Height (cm)", "20 % off".
-    """
-    line = re.sub(r"(?<![\w.])[^\W_]+(?:[-/][^\W_]+)+(?![\w.(\[])", join_words, line.strip())
-    with contextlib.suppress(SyntaxError, ValueError):
-        nodes = ast.walk(ast.parse(line + " pass" * line.endswith(":")))
-        return any(is_operation(node, line) for node in nodes)
-
-
-def join_words(match):
-    """Replaces a compound such as "t-shirt" by one word, but not x-1 or a-b."""
-    is_compound = re.search("[A-Z]|[a-z]{2}", match[0])
-    return "compound" if is_compound else match[0]
-
-
-def is_operation(node, text):
-    """Whether a syntax node of a text computes, compares, calls or controls, and is not prose."""
-    if isinstance(node, ast.BinOp):
-        is_percentage = isinstance(node.op, ast.Mod) and is_literal_number(node.left)  # "20 % off"
-        has_name = any(isinstance(child, ast.Name) for child in ast.walk(node))  # not "24/7"
-        return has_name and not is_percentage
-    if isinstance(node, ast.Compare):
-        parts = zip([node.left, *node.comparators], node.ops, node.comparators)
-        return any(is_comparison(*part) for part in parts)
-    if isinstance(node, (ast.Call, ast.Subscript)):
-        name = node.func if isinstance(node, ast.Call) else node.value
-        name, whole = (ast.get_source_segment(text, x) for x in (name, node))
-        return not whole[len(name):].startswith(" ")  # "Height (cm)"
-    if isinstance(node, ast.Return):
-        is_constant = isinstance(node.value, ast.Constant)  # "return 'too short'"
-        return node.value is not None and not is_constant and not may_be_prose(node.value)
-    return isinstance(node, (ast.FunctionDef, ast.If, ast.For, ast.While, ast.AugAssign))
-
-
-def is_comparison(left, operator, right):
-    """Whether a comparison is code. In prose, `in` joins two words, and `is` a word and a value."""
-    if isinstance(operator, (ast.Is, ast.IsNot)):
-        return isinstance(right, ast.Constant) and right.value is None
-    if isinstance(operator, (ast.In, ast.NotIn)):
-        return not (may_be_prose(left) and may_be_prose(right))
-    return True
-
-
-def may_be_prose(node):
-    """Whether a syntax node is a number or a name of letters only, or several of them."""
-    if isinstance(node, ast.Tuple):
-        return all(map(may_be_prose, node.elts))
-    if isinstance(node, ast.UnaryOp):
-        return may_be_prose(node.operand)
-    return is_literal_number(node) or isinstance(node, ast.Name) and node.id.isalpha()
-
-
-def is_literal_number(node):
-    return isinstance(node, ast.Constant) and isinstance(node.value, (int, float))
-
-
 def without_thinking(output):
     """Removes the thought that opens a reasoning model's output; "" if the thought never ends."""
     opens, _, thought = output.partition("<think>")
@@ -885,6 +772,134 @@ def extract_page(text):
             if end := re.search(rf"(?i)</{tag}\s*>", part):
                 return part[:end.end()]
     return ""
+
+
+# --- an LLM human's words -------------------------------------------------------------------------
+#
+# collect.py shows the agent only what an LLM human says in its own name, without quotes of the
+# reference. A reader of the method may skip this section.
+
+# A speaker's name, such as "You: ", "**Assistant:** " or "human (colleague): ", at the start of a
+# line. Later in a line it counts only behind a sentence, and with a capital letter.
+SPEAKER = re.compile(r"""
+    (?: ^[ ]?(?:[\#>]+[ ])?[*_\[]* | (?<=[.!?"')])(?P<in_line>[ ]+)[*_]*(?=[A-Z]) )
+    (?i: (?:(?:the|ai|human|simulated)[ ])?
+         (?: you|user|human|colleague | (?P<agent>assistant|agent|ai) ) )
+    (?: [ ]?\([^()\n]{1,40}\) )? [*_\]]*:[*_]* (?![a-z/:=])""", re.M | re.X)
+
+
+def own_words(reply):
+    """Returns (what the human says in a reply, whether a name led it, whether others followed).
+
+    An LLM may continue the dialogue of human_prompt instead: "You: yes. Assistant: why? You: so."
+    The first words in the human's name are then its reply. Raises ValueError if there are none.
+    """
+    reply, names = reply.strip(), []
+    for name in SPEAKER.finditer(reply):
+        starts_line = name["in_line"] is None
+        follows_agent = bool(names) and names[-1]["agent"]  # else "There are two. You: 3 points"
+        if (starts_line or name["agent"] or follows_agent) and not is_quoted(reply, name.start()):
+            names.append(name)
+    if not names:
+        return reply, False, False
+    first, *others = names
+    if first.start() > 0:
+        return reply[:first.start()].rstrip(), False, True
+    ends = [*(name.start() for name in others), len(reply)]
+    texts = [reply[name.end():end].strip() for name, end in zip(names, ends)]
+    human = [text for name, text in zip(names, texts) if text and not name["agent"]]
+    said = human or [text for text in texts if text]  # some LLMs call themselves an assistant
+    if not said:
+        raise ValueError("the reply has only speakers' names")
+    return said[0], True, bool(others)
+
+
+def is_quoted(text, position):
+    """Whether a position of a text is in a code block, or in quotes of its line."""
+    line = text[:position].split("\n")[-1]
+    return bool(text.count("`", 0, position) % 2 or line.count('"') % 2)
+
+
+def redact(reply, task):
+    """Replaces what the reply quotes of the reference or the hidden information by "[...]".
+
+    A quote is one or more whole lines or sentences, in order, with 12 or more characters that are
+    not whitespace. As the human must be able to tell a fact, a reply may quote one line of a task's
+    own hidden information, if it is not code and there are others.
+    """
+    for text in (hidden_information(task), task["ground_truth"]):
+        parts = [part for part in re.split(r"\n|(?<=[.!?])\s+", text) if part.strip()]
+        bare, quotes = "".join(reply.split()), {}  # {quote without whitespace: its parts}
+        for start in range(len(parts)):
+            for end in range(start + 1, len(parts) + 1):
+                quote = "".join("".join(parts[start:end]).split())
+                if quote not in bare:
+                    break
+                if len(quote) >= 12:
+                    quotes[quote] = parts[start:end]
+        told = sum(quotes.values(), [])
+        if text == task["ground_truth"] or len(told) != 1 or len(parts) == 1 or is_code(told[0]):
+            for quote in sorted(quotes, key=len, reverse=True):
+                reply = re.sub(r"\s*".join(map(re.escape, quote)), "[...]", reply)
+    return reply
+
+
+def is_code(line):
+    """Whether a line is Python that computes, compares, calls or controls: not prose, nor rate = 4.
+
+    Prose that parses is no code: "t-shirt", "and/or", "UTF-8", "Height (cm)", "20 % off".
+    """
+    line = re.sub(r"(?<![\w.])[^\W_]+(?:[-/][^\W_]+)+(?![\w.(\[])", join_words, line.strip())
+    with contextlib.suppress(SyntaxError, ValueError):
+        nodes = ast.walk(ast.parse(line + " pass" * line.endswith(":")))
+        return any(is_operation(node, line) for node in nodes)
+
+
+def join_words(match):
+    """Replaces a compound such as "t-shirt" by one word, but not x-1 or a-b."""
+    is_compound = re.search("[A-Z]|[a-z]{2}", match[0])
+    return "compound" if is_compound else match[0]
+
+
+def is_operation(node, text):
+    """Whether a syntax node of a text computes, compares, calls or controls, and is not prose."""
+    if isinstance(node, ast.BinOp):
+        is_percentage = isinstance(node.op, ast.Mod) and is_literal_number(node.left)  # "20 % off"
+        has_name = any(isinstance(child, ast.Name) for child in ast.walk(node))  # not "24/7"
+        return has_name and not is_percentage
+    if isinstance(node, ast.Compare):
+        parts = zip([node.left, *node.comparators], node.ops, node.comparators)
+        return any(is_comparison(*part) for part in parts)
+    if isinstance(node, (ast.Call, ast.Subscript)):
+        name = node.func if isinstance(node, ast.Call) else node.value
+        name, whole = (ast.get_source_segment(text, x) for x in (name, node))
+        return not whole[len(name):].startswith(" ")  # "Height (cm)"
+    if isinstance(node, ast.Return):
+        is_constant = isinstance(node.value, ast.Constant)  # "return 'too short'"
+        return node.value is not None and not is_constant and not may_be_prose(node.value)
+    return isinstance(node, (ast.FunctionDef, ast.If, ast.For, ast.While, ast.AugAssign))
+
+
+def is_comparison(left, operator, right):
+    """Whether a comparison is code. In prose, `in` joins two words, and `is` a word and a value."""
+    if isinstance(operator, (ast.Is, ast.IsNot)):
+        return isinstance(right, ast.Constant) and right.value is None
+    if isinstance(operator, (ast.In, ast.NotIn)):
+        return not (may_be_prose(left) and may_be_prose(right))
+    return True
+
+
+def may_be_prose(node):
+    """Whether a syntax node is a number or a name of letters only, or several of them."""
+    if isinstance(node, ast.Tuple):
+        return all(map(may_be_prose, node.elts))
+    if isinstance(node, ast.UnaryOp):
+        return may_be_prose(node.operand)
+    return is_literal_number(node) or isinstance(node, ast.Name) and node.id.isalpha()
+
+
+def is_literal_number(node):
+    return isinstance(node, ast.Constant) and isinstance(node.value, (int, float))
 
 
 # --- records --------------------------------------------------------------------------------------
@@ -1304,6 +1319,23 @@ def receive(result_socket, time_used, limit):
             return "process ended"
 
 
+FILES_PER_WORKER = 8  # most that a worker has open: three servers, and what one run needs
+
+
+def affordable_workers(workers):
+    """Raises the soft limit of open files to the hard one; returns how many workers that allows."""
+    hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    if hard == resource.RLIM_INFINITY:
+        return workers
+    used = len(os.listdir("/proc/self/fd")) + 16  # and some for everything else
+    affordable = max(1, (hard - used) // FILES_PER_WORKER)
+    if affordable < workers:
+        say(f"warning: {affordable} instead of {workers} workers, because at most {hard} files "
+            "may be open (see ulimit -Hn)")
+    return min(workers, affordable)
+
+
 # --- the grader: what a program may do, by its text -----------------------------------------------
 
 # What may change the state of a library, such as decimal's precision or numpy's handling of errors.
@@ -1357,25 +1389,6 @@ def verdict(expected, result):
 
 BANNED_WORDS = ("import os", "from os", "import sys", "from sys", "sudo", "transformers", "exit(",
                 "quit(", "argparse")  # the released scorer gives reward 0 to answers with one
-
-
-FILES_PER_WORKER = 8  # most that a worker has open: three servers, and what one run needs
-
-
-def affordable_workers(workers):
-    """Returns how many workers find enough open files; raises the soft limit of these if it can."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    used = len(os.listdir("/proc/self/fd")) + 16  # and some for everything else
-    files = capped(resource.RLIMIT_NOFILE, used + FILES_PER_WORKER * workers)
-    if soft == resource.RLIM_INFINITY or soft >= files:
-        files = max(files, soft)
-    else:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (files, hard))
-    affordable = max(1, (files - used) // FILES_PER_WORKER)
-    if affordable < workers:
-        say(f"warning: {affordable} instead of {workers} workers, because at most {files} files "
-            "may be open (see ulimit -Hn)")
-    return min(workers, affordable)
 
 
 class Grader(Closing):
@@ -1812,38 +1825,40 @@ def get_args(argv=None):
 
 def grade(args, emit):
     """Adds the reward to records with a task and an answer."""
-    rewards = collections.defaultdict(list)  # {task id: rewards}
-    failures = collections.Counter()  # {task id: number of records with a failure}
-    broken = set()  # ids of tasks whose own reference fails
-    graders = collections.defaultdict(set)  # {what the reward is: names of its graders}
+    graded = []  # (task id, label of the reward, fields of the grader) of each record
     try:
         for record in grade_records(read_records(sys.stdin, "answer", to_grade=True), args):
             emit(record)
-            name = task_id(record["task"])
-            rewards[name].append(record["reward"])
-            failures[name] += "failure" in record
-            graders[environment(record["task"]).reward_name].add(
-                record.get("reward_by", "own rules"))
-            for text in (record.get("failure", ""), *record.get("tests", {}).values()):
-                if text.startswith(("the reference: ", "no expected value: ")):
-                    broken.add(name)
+            fields = {name: record[name] for name in GRADE_FIELDS if name in record}
+            label = environment(record["task"]).reward_name
+            graded.append((task_id(record["task"]), label, fields))
     finally:  # also if other records could not be graded
-        print_mean_reward(rewards, failures, broken, graders)
+        print_mean_reward(graded)
 
 
-def print_mean_reward(rewards, failures, broken, graders):
-    """Prints the mean over tasks, as evaluate.py does; for the arguments see grade()."""
-    good = [name for name in rewards if name not in broken]
-    n_good = sum(len(rewards[name]) for name in good)
-    if good:
-        mean = statistics.fmean(statistics.fmean(rewards[name]) for name in good)
-        labels = (f"{label} by {' and '.join(sorted(names))}" for label, names in sorted(graders.items()))
-        say(f"graded {n_good} answers: {100 * round(mean, 4):.1f} % {', '.join(labels)} (mean over "
-            f"tasks); {sum(failures[name] for name in good)} with a failure")
+def reference_failed(fields):
+    """Whether the fields of a graded record say that the task's own reference fails."""
+    texts = [fields.get("failure", ""), *fields.get("tests", {}).values()]
+    return any(text.startswith(("the reference: ", "no expected value: ")) for text in texts)
+
+
+def print_mean_reward(graded):
+    """Prints the mean over tasks, as evaluate.py does. graded: see grade()."""
+    broken = {name for name, _, fields in graded if reference_failed(fields)}
+    rewards, labels, failures = collections.defaultdict(list), set(), 0
+    for name, label, fields in graded:
+        labels.add(f"{label} by {fields.get('reward_by', 'own rules')}")
+        if name not in broken:
+            rewards[name].append(fields["reward"])
+            failures += "failure" in fields
+    n_good = sum(map(len, rewards.values()))
+    if rewards:
+        mean = statistics.fmean(map(statistics.fmean, rewards.values()))
+        say(f"graded {n_good} answers: {100 * round(mean, 4):.1f} % {', '.join(sorted(labels))} "
+            f"(mean over tasks); {failures} with a failure")
     if broken:
-        n_broken = sum(map(len, rewards.values())) - n_good
-        say(f"warning: left out of this mean are {n_broken} answers to {len(broken)} tasks whose "
-            "own reference fails; drop them by colbench.py check")
+        say(f"warning: left out of this mean are {len(graded) - n_good} answers to {len(broken)} "
+            "tasks whose own reference fails; drop them by colbench.py check")
 
 
 def check(args, emit):
