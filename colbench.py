@@ -844,62 +844,30 @@ def redact(reply, task):
     return reply
 
 
+# What shows that a line which Python can parse is code, and not a word or a fact such as rate = 4.
+OPERATION = re.compile(r"""
+    [<>] | [-+*/%|&=!]=                             # x < 5, x == y, x *= 2
+    | [\w)\]][(\[]                                  # f(x), x[0], unlike "Height (cm)"
+    | ^(def|if|for|while)\b | \bif\b.*\belse\b
+    | ^return\b.*([^\W\d][_.\d]|f')                 # return total_price, unlike "return the"
+    | \bis\ (not\ )?None\b
+    | ['_(].*\bin\b | \bin\b.*['_(]                 # 'a' in letters, unlike "fee in euros"
+    | [^\W\d]\w*[)\]]*\ ([-+*/%]|//|\*\*)\  | '\ %\   # x - 1, unlike "20 % off" and "24 / 7"
+    | \ ([-+*/]|//|\*\*)\ [(\[]*[^\W\d]             # 1 - x
+    | [^\W\d]\w*[)\]]*[*+]\w | \d[*+][^\W\d] | \)[-+*/]  # x*2, 2*x, (x)*2
+    | _\w*[-/] | [-/]\w*_ | (?<![\w-])[a-z][-/]([a-z]|\d+)(?![\w-])  # x-1, unlike "t-shirt"
+    """, re.X)
+
+
 def is_code(line):
-    """Whether a line is Python that computes, compares, calls or controls: not prose, nor rate = 4.
-
-    Prose that parses is no code: "t-shirt", "and/or", "UTF-8", "Height (cm)", "20 % off".
-    """
-    line = re.sub(r"(?<![\w.])[^\W_]+(?:[-/][^\W_]+)+(?![\w.(\[])", join_words, line.strip())
-    with contextlib.suppress(SyntaxError, ValueError):
-        nodes = ast.walk(ast.parse(line + " pass" * line.endswith(":")))
-        return any(is_operation(node, line) for node in nodes)
-
-
-def join_words(match):
-    """Replaces a compound such as "t-shirt" by one word, but not x-1 or a-b."""
-    is_compound = re.search("[A-Z]|[a-z]{2}", match[0])
-    return "compound" if is_compound else match[0]
-
-
-def is_operation(node, text):
-    """Whether a syntax node of a text computes, compares, calls or controls, and is not prose."""
-    if isinstance(node, ast.BinOp):
-        is_percentage = isinstance(node.op, ast.Mod) and is_literal_number(node.left)  # "20 % off"
-        has_name = any(isinstance(child, ast.Name) for child in ast.walk(node))  # not "24/7"
-        return has_name and not is_percentage
-    if isinstance(node, ast.Compare):
-        parts = zip([node.left, *node.comparators], node.ops, node.comparators)
-        return any(is_comparison(*part) for part in parts)
-    if isinstance(node, (ast.Call, ast.Subscript)):
-        name = node.func if isinstance(node, ast.Call) else node.value
-        name, whole = (ast.get_source_segment(text, x) for x in (name, node))
-        return not whole[len(name):].startswith(" ")  # "Height (cm)"
-    if isinstance(node, ast.Return):
-        is_constant = isinstance(node.value, ast.Constant)  # "return 'too short'"
-        return node.value is not None and not is_constant and not may_be_prose(node.value)
-    return isinstance(node, (ast.FunctionDef, ast.If, ast.For, ast.While, ast.AugAssign))
-
-
-def is_comparison(left, operator, right):
-    """Whether a comparison is code. In prose, `in` joins two words, and `is` a word and a value."""
-    if isinstance(operator, (ast.Is, ast.IsNot)):
-        return isinstance(right, ast.Constant) and right.value is None
-    if isinstance(operator, (ast.In, ast.NotIn)):
-        return not (may_be_prose(left) and may_be_prose(right))
-    return True
-
-
-def may_be_prose(node):
-    """Whether a syntax node is a number or a name of letters only, or several of them."""
-    if isinstance(node, ast.Tuple):
-        return all(map(may_be_prose, node.elts))
-    if isinstance(node, ast.UnaryOp):
-        return may_be_prose(node.operand)
-    return is_literal_number(node) or isinstance(node, ast.Name) and node.id.isalpha()
-
-
-def is_literal_number(node):
-    return isinstance(node, ast.Constant) and isinstance(node.value, (int, float))
+    """Whether a line is Python that computes, compares, calls or controls."""
+    line = line.strip()
+    try:
+        ast.parse(line + " pass" * line.endswith(":"))
+    except (SyntaxError, ValueError):
+        return False
+    without_texts = re.sub(r"""("|').*?\1|#.*""", "''", line)
+    return bool(OPERATION.search(without_texts))
 
 
 # --- records --------------------------------------------------------------------------------------
