@@ -370,7 +370,7 @@ def reopen_streams():
 
 
 def run_tests(request, result_fd):
-    """Runs the tests of a request {text, tests, official, seed}; writes a result for each."""
+    """Runs the tests of a request {text, tests, official}; writes a result for each."""
     text, official = request["text"], request["official"]
     error, uses_streams = None, re.search("std(in|out|err)", text)
     try:
@@ -393,12 +393,6 @@ def run_tests(request, result_fd):
         os.write(result_fd, result.encode("ascii", "backslashreplace")[:LIMITS["result"]])
 
 
-def capped(limit, value):
-    """Returns a value for setrlimit that is at most the machine's own hard limit."""
-    hard = resource.getrlimit(limit)[1]
-    return value if hard == resource.RLIM_INFINITY else min(value, hard)
-
-
 def confine(devnull, libc, server, bpf):
     """Confines this process's system calls and resources; raises OSError if it can't."""
     for fd in (0, 1, 2):
@@ -407,7 +401,9 @@ def confine(devnull, libc, server, bpf):
     limits = {"AS": LIMITS["memory"], "CPU": 60, "FSIZE": 0, "CORE": 0, "NOFILE": 64}
     for name, value in limits.items():
         limit = getattr(resource, "RLIMIT_" + name)
-        value = capped(limit, value)
+        hard = resource.getrlimit(limit)[1]
+        if hard != resource.RLIM_INFINITY:  # the machine's own limit can't be raised
+            value = min(value, hard)
         resource.setrlimit(limit, (value, value))
     libc.prctl(1, signal.SIGKILL, 0, 0, 0)  # PR_SET_PDEATHSIG: die with the server
     if os.getppid() != server:  # it is gone
@@ -420,13 +416,11 @@ def confine(devnull, libc, server, bpf):
         raise OSError(ctypes.get_errno(), "seccomp is not available")
 
 
-def set_seed(seed):
-    """Seeds the random numbers and moves the memory addresses of this child; None: by chance."""
+def seed_random(seed):
+    """Seeds the random numbers of this child; None: by chance, not as they are in the server."""
     for name in ("random", "numpy.random", "sympy.core.random"):
         if name in sys.modules:
             sys.modules[name].seed(seed)
-    if seed is not None:  # objects that are created later lie elsewhere, as id() shows
-        set_seed.objects = [object() for _ in range(100 * seed)]
 
 
 def ask_for_codecs(result_fd):
@@ -450,7 +444,9 @@ def run_child(result_fd, request_fd, devnull, libc, server, bpf):
         os.write(result_fd, b"confined %d" % os.getpid())
         with open(request_fd, closefd=False) as f:
             request = json.load(f)
-        set_seed(request["seed"])
+        seed_random(request["seed"])
+        if request["seed"] is not None:  # objects get other addresses, as id() shows
+            earlier_objects = [object() for _ in range(100 * request["seed"])]  # noqa: F841
         ask_for_codecs(result_fd)
         run_tests(request, result_fd)
     finally:
@@ -485,8 +481,7 @@ def serve(control, bpf, modules):
         zoneinfo.kept = [zoneinfo.ZoneInfo(name) for name in zoneinfo.available_timezones()]
     devnull, server = os.open(os.devnull, os.O_RDWR), os.getpid()
     text = "def f(x): return [x, 0.5, 'a', {'b': (x, None)}]"  # warms up caches for all children
-    run_tests({"text": text, "tests": ["f(1)", "g(2)"], "official": False, "seed": None},
-              devnull)
+    run_tests({"text": text, "tests": ["f(1)", "g(2)"], "official": False}, devnull)
     gc.freeze()  # else garbage collection in a child would copy all shared memory pages
     with contextlib.suppress(ConnectionError):  # the grader has exited
         while fds := socket.recv_fds(control, 1, 2)[1]:
@@ -1195,7 +1190,6 @@ mention pictures."""
 
 # --- the grader: fork servers ---------------------------------------------------------------------
 
-
 class Pool:
     """Lends workers, such as browsers, to threads."""
 
@@ -1309,12 +1303,14 @@ def affordable_workers(workers):
 # What may change the state of a library, such as decimal's precision or numpy's handling of errors.
 # A program that imports something and has such a text runs each test in a child of its own, else
 # one test would change the values of the next.
-CHANGES_STATE = re.compile(
-    r"(?<!\bself)\.\w+(\[[^]\n]{,99}\])?\s*[-+*/%|&]*=(?!=)"  # a.b = c, a.b[c] += d
-    r"|\b(set(?!default\()\w+|\w*seed|(un)?register\w*|reset\w*|(en|dis)able|signal|alarm|tzset)\("
-    r"|\b(environ|putenv|chdir|getcontext|filterwarnings|simplefilter|basicConfig|addHandler"
-    r"|add_type|field_size_limit|global_assumptions|__dict__|__builtins__)\b"
-    r"|\bsys\.(path|meta_path|modules|argv)\.|\bdel \w+\.")
+CHANGES_STATE = re.compile(r"""
+    (?<!\bself)\.\w+(\[[^]\n]{,99}\])?\s*[-+*/%|&]*=(?!=)  # a.b = c, a.b[c] += d
+    | \b(set(?!default\()\w+|\w*seed|(un)?register\w*|reset\w*|(en|dis)able)\(
+    | \b(signal|alarm|tzset)\(
+    | \b(environ|putenv|chdir|getcontext|filterwarnings|simplefilter|basicConfig|addHandler)\b
+    | \b(add_type|field_size_limit|global_assumptions|__dict__|__builtins__)\b
+    | \bsys\.(path|meta_path|modules|argv)\. | \bdel\ \w+\.
+    """, re.X)
 # A reference or test that may be random or depend on memory addresses runs with RERUNS seeds.
 MAY_BE_RANDOM = re.compile(r"rand|secrets|uuid|tempfile|\bid\(|\bhash\(")
 RERUNS = 40
@@ -1390,7 +1386,7 @@ class Grader(Closing):
     def results(self, text, tests, time_factor=1, seed=None):
         """Returns a result per test, see ForkServer.run. time_factor multiplies the time limits.
 
-        seed: see set_seed; None: another one in each child.
+        seed: of the random numbers and memory addresses; None: by chance, in each child.
         """
         results, seconds_left = [], LIMITS["answer"] * time_factor
         source = "\n".join([text, *tests])
@@ -1462,7 +1458,7 @@ class Grader(Closing):
             runs = [self.results(reference, tests, 3, seed) for seed in range(RERUNS)]
             return with_reward(task, ["pass" if len(set(results)) == 1 else VARIES
                                       for results in zip(*runs)])
-        # the same program has given two values
+        # a wrong value is another one than the same program has just returned
         return with_reward(task, [VARIES if text == "wrong value" else text
                                   for text in fields["tests"].values()])
 
