@@ -532,9 +532,6 @@ ANSWER = "I WANT TO ANSWER:"   # marks the final answer, which follows it
 OUTPUT = "OUTPUT:"             # marks the end of the agent's private thought
 HIDDEN = "Hidden reference:\n{hidden}\n\n"  # prefix of the dialogues that the critic reads
 RENDER_FAILED_REPLY = "i can't see your page: {}"
-PLACEHOLDERS = {  # what is filled into each prompt
-    "agent_prompt": ("{problem_description}", "{max_turns}", "{ANSWER}", "{OUTPUT}"),
-    "human_prompt": ("{problem_description}", "{hidden_information}", "{dialogue}")}
 GRADE_FIELDS = "reward", "tests", "failure", "reward_by"  # fields written by the grader
 
 
@@ -567,7 +564,10 @@ def task_id(task):
 
 
 def settings(meta):
-    """Returns what in a record's `meta` changes an episode. A model is known by its weights."""
+    """Returns the entries of a record's `meta` that influence an episode: seed, model, flags.
+
+    A model is known by its weights.
+    """
     omitted = {"model_weights", "engine", "dtype", "version", "candidates", "asked", "asked_hash"}
     model = {"model": meta["model_weights"]} if meta.get("model_weights") else {}
     return {name: x for name, x in {**meta, **model}.items() if name not in omitted}
@@ -648,28 +648,6 @@ def human_prompt(task, history):
 def fill(prompt, **values):
     """Replaces each {name} in the prompt by its value; keeps other braces, and those in values."""
     return re.sub("{(%s)}" % "|".join(values), lambda match: str(values[match[1]]), prompt)
-
-
-def check_prompts(task, llm_human):
-    """Warns if a prompt hides the task from the agent or an LLM human, or is misspelled.
-
-    fill keeps a placeholder that it does not know, so a misspelled one would go unnoticed.
-    """
-    kind, name = environment(task), f"the task {task_id(task)}"
-    prompts = {"agent_prompt": task.get("agent_prompt") or kind.agent_prompt}
-    if task["problem_description"] not in first_message(task, 10)["content"]:
-        add_warning("tasks whose agent_prompt does not show the agent their problem_description",
-                    name)
-    if llm_human and kind.human_prompt:
-        prompts["human_prompt"] = kind.human_prompt
-        for needed in ("{hidden_information}", "{dialogue}"):
-            if needed not in kind.human_prompt and not kind.shows_pages:  # else pages show it
-                add_warning(f"tasks whose human_prompt does not show {needed} to the human", name)
-    for which, prompt in prompts.items():
-        for placeholder in re.findall(r"{\s*[^\W\d]\w*\s*}", prompt):
-            if placeholder not in PLACEHOLDERS[which]:
-                add_warning(f"times {which} has a placeholder that is not filled in; known are "
-                            f"{', '.join(PLACEHOLDERS[which])}", f"{placeholder} in {name}")
 
 
 def without_thinking(output):
@@ -815,25 +793,34 @@ def is_quoted(text, position):
     return bool(text.count("`", 0, position) % 2 or line.count('"') % 2)
 
 
+def quotes_in(reply, parts):
+    """Returns {quote: its parts}: what a reply has of consecutive parts of a text, however spaced.
+
+    A quote is without whitespace, and has 12 or more characters.
+    """
+    bare, quotes = "".join(reply.split()), {}
+    for start in range(len(parts)):
+        for end in range(start + 1, len(parts) + 1):
+            quote = "".join("".join(parts[start:end]).split())
+            if quote not in bare:
+                break
+            if len(quote) >= 12:
+                quotes[quote] = parts[start:end]
+    return quotes
+
+
 def redact(reply, task):
     """Replaces what the reply quotes of the reference or the hidden information by "[...]".
 
-    A quote is one or more whole lines or sentences, in order, with 12 or more characters that are
-    not whitespace. As the human must be able to tell a fact, a reply may quote one line of a task's
-    own hidden information, if it is not code and there are others.
+    Quotes are of whole lines or sentences. As the human must be able to tell a fact, a reply may
+    quote one line of a task's own hidden information, if it is not code and there are others.
     """
     for text in (hidden_information(task), task["ground_truth"]):
         parts = [part for part in re.split(r"\n|(?<=[.!?])\s+", text) if part.strip()]
-        bare, quotes = "".join(reply.split()), {}  # {quote without whitespace: its parts}
-        for start in range(len(parts)):
-            for end in range(start + 1, len(parts) + 1):
-                quote = "".join("".join(parts[start:end]).split())
-                if quote not in bare:
-                    break
-                if len(quote) >= 12:
-                    quotes[quote] = parts[start:end]
-        told = sum(quotes.values(), [])
-        if text == task["ground_truth"] or len(told) != 1 or len(parts) == 1 or is_code(told[0]):
+        quotes = quotes_in(reply, parts)
+        quoted = sum(quotes.values(), [])
+        is_fact = len(quoted) == 1 and len(parts) > 1 and not is_code(quoted[0])
+        if text == task["ground_truth"] or not is_fact:
             for quote in sorted(quotes, key=len, reverse=True):
                 reply = re.sub(r"\s*".join(map(re.escape, quote)), "[...]", reply)
     return reply
@@ -857,8 +844,9 @@ OPERATION = re.compile(r"""
 def is_code(line):
     """Whether a line is Python that computes, compares, calls or controls."""
     line = line.strip()
+    statement = f"{line} pass" if line.endswith(":") else line
     try:
-        ast.parse(line + " pass" * line.endswith(":"))
+        ast.parse(statement)
     except (SyntaxError, ValueError):
         return False
     without_texts = re.sub(r"""("|').*?\1|#.*""", "''", line)
@@ -974,8 +962,10 @@ def check_record(record, fields, to_grade, to_train):
         if not -1 <= record["reward"] <= 1:
             raise ValueError(f"the reward {record['reward']} is not between -1 and 1")
     kind = environment(record.get("task", {}))
-    for path in ("task.problem_description", "task.ground_truth", *fields,
-                 *(kind.required_fields if to_grade else ())):
+    required = ["task.problem_description", "task.ground_truth", *fields]
+    if to_grade:
+        required += kind.required_fields
+    for path in required:
         value = record
         for key in path.split("."):
             value = value.get(key) if isinstance(value, dict) else None
@@ -1042,6 +1032,33 @@ def read_records(stream, *fields, source="stdin", to_grade=False, to_train=False
         except ValueError as e:
             fail(f"{place}: {e}")
         yield record
+
+
+PLACEHOLDERS = {  # what is filled into each prompt
+    "agent_prompt": ("{problem_description}", "{max_turns}", "{ANSWER}", "{OUTPUT}"),
+    "human_prompt": ("{problem_description}", "{hidden_information}", "{dialogue}")}
+
+
+def check_prompts(task, llm_human):
+    """Warns if a prompt hides the task from the agent or an LLM human, or is misspelled.
+
+    fill keeps a placeholder that it does not know, so a misspelled one would go unnoticed.
+    """
+    kind, name = environment(task), f"the task {task_id(task)}"
+    prompts = {"agent_prompt": task.get("agent_prompt") or kind.agent_prompt}
+    if task["problem_description"] not in first_message(task, 10)["content"]:
+        add_warning("tasks whose agent_prompt does not show the agent their problem_description",
+                    name)
+    if llm_human and kind.human_prompt:
+        prompts["human_prompt"] = kind.human_prompt
+        for needed in ("{hidden_information}", "{dialogue}"):
+            if needed not in kind.human_prompt and not kind.shows_pages:  # else pages show it
+                add_warning(f"tasks whose human_prompt does not show {needed} to the human", name)
+    for which, prompt in prompts.items():
+        for placeholder in re.findall(r"{\s*[^\W\d]\w*\s*}", prompt):
+            if placeholder not in PLACEHOLDERS[which]:
+                add_warning(f"times {which} has a placeholder that is not filled in; known are "
+                            f"{', '.join(PLACEHOLDERS[which])}", f"{placeholder} in {name}")
 
 
 # --- environments: one class per kind of task -----------------------------------------------------
@@ -1207,6 +1224,29 @@ class Pool:
             self.idle.put(worker)
 
 
+def stopwatch(pid):
+    """Returns time_used(), the seconds that a process is charged: of CPU, or a third of its sleep.
+
+    It does not depend on how busy the machine is, because waiting for a CPU is no sleep.
+    """
+    started = time.monotonic()
+    clock = (~pid << 3) | 2  # Linux's id of another process's CPU clock
+    schedstat = pathlib.Path(f"/proc/{pid}/schedstat")
+
+    def time_used():
+        cpu, wall = time.clock_gettime(clock), time.monotonic() - started
+        if wall <= 0.1 + LIMITS["sleep"] * cpu:  # it can't have slept for so long that this counts
+            return cpu
+        asleep = 0.3 * wall  # of a kernel that does not tell
+        with contextlib.suppress(OSError):
+            ran, waited = map(int, schedstat.read_text().split()[:2])  # nanoseconds
+            if ran:
+                asleep = wall - cpu - waited / 1e9
+        return max(cpu, asleep / LIMITS["sleep"])
+
+    return time_used
+
+
 class ForkServer:
     """A running fork server, for one caller at a time."""
 
@@ -1230,7 +1270,7 @@ class ForkServer:
         """Runs one child. Returns (results, seconds used); raises OSError if the server fails.
 
         Results are bytes. If the child ends early, the last one is a str with the reason. per_test,
-        total: limits on the time used, which does not depend on how busy the machine is.
+        total: limits on the time used, see stopwatch.
         """
         result_socket, child_end = socket.socketpair(type=socket.SOCK_SEQPACKET)  # whole messages
         with result_socket, open(os.memfd_create("request"), "w+") as file:
@@ -1243,19 +1283,7 @@ class ForkServer:
             if not status.startswith("confined "):  # the child sends it before it reads the request
                 cause = status or "it ended"
                 raise OSError(f"a child did not start, or could not confine itself: {cause}")
-            pid = status.split()[1]
-            results, started = [], time.monotonic()
-            clock = (~int(pid) << 3) | 2  # Linux's id of another process's CPU clock
-            schedstat = pathlib.Path(f"/proc/{int(pid)}/schedstat")
-
-            def time_used():
-                cpu, wall, ran = time.clock_gettime(clock), time.monotonic() - started, 0
-                if wall > 0.1 + LIMITS["sleep"] * cpu:  # else CPU time decides
-                    with contextlib.suppress(OSError):
-                        ran, waited = map(int, schedstat.read_text().split()[:2])  # nanoseconds
-                asleep = wall - cpu - waited / 1e9 if ran else 0.3 * wall  # else not read
-                return max(cpu, asleep / LIMITS["sleep"])
-
+            results, time_used = [], stopwatch(int(status.split()[1]))
             while len(results) < len(request["tests"]):
                 result = receive(result_socket, time_used, min(total, time_used() + per_test))
                 results.append(result)
@@ -1400,7 +1428,7 @@ class Grader(Closing):
                            "official": self.official, "seed": seed}
                 new, seconds = self.run(servers, row, request, time_factor, seconds_left)
                 seconds_left -= seconds
-                if row and new[-1] == NEEDS_CODECS:
+                if row and new[-1] == NEEDS_CODECS:  # the servers of the rows above have them
                     new.pop()
                     row -= 1
                 results += new
