@@ -162,6 +162,7 @@ READS_CLOCK = {  # bodies of references whose values change with the day
     "nanoseconds": "import time; return time.time_ns() // 10 ** 9 % 2",
     "an uptime": "import time; return int(time.monotonic()) % 7",
     "a stopwatch": "import time as t; return t.perf_counter_ns() // 10 ** 9 % 7",
+    "a clock by its number": "import time; return int(time.clock_gettime(0)) % 2",
     "a year": "import datetime; return datetime.datetime.now().year",
     "a year by time": "import time; return time.localtime().tm_year",
     "a year in text": "from time import strftime; return strftime('%Y')",
