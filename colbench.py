@@ -2,8 +2,18 @@
 
 The reward of a function is the share of hidden tests on which it returns the reference's value,
 and that of a web page its CLIP similarity to the reference page. Records are lines of JSON, to
-which every stage adds fields (README, "One record"). The sandbox comes first, then tasks, prompts,
-records and kinds of tasks, the grader, web pages, and the commands.
+which every stage adds fields (README, "One record").
+
+The sections, in order. A reader of the method needs only those with a star:
+    the sandbox               what a fork server's child runs. It comes first because a fork server
+                              runs this file only up to the end of this section.
+  * tasks, prompts, rules     what the agent reads, and the rules of an episode (Episode)
+    an LLM human's words      what the agent sees of an LLM human's reply
+  * records                   their fields (RECORD), and how they are read and checked
+  * environments              a class per kind of task: its prompts and how answers are graded
+    the grader                fork servers; a program by its text; from results to verdicts
+    frontend                  a browser that renders pages, and their likeness by CLIP
+    commands                  the kinds of tasks; grade and check
 
 Left out on purpose: a fresh interpreter or container per answer, because sandboxed forks grade
 seven times as many answers a second as interpreters (RESULTS.md); answers that need files, threads
@@ -78,15 +88,6 @@ EXTRAS = "|".join({name.partition(".")[0] for name in EXTRA_MODULES})  # numpy|s
 SERVERS = [(EXTRAS, LIBRARY + EXTRA_MODULES), ("import", LIBRARY),
            ("", ["_pylong", "unicodedata"])]  # for huge integers and "\N{...}"
 NEEDS_CODECS = b"needs codecs"
-# What may change the state of a library, such as decimal's precision or numpy's handling of errors.
-# An answer that imports something and has such a text runs each test in a child of its own, else
-# one test would change the values of the next.
-CHANGES_STATE = re.compile(
-    r"(?<!\bself)\.\w+(\[[^]\n]{,99}\])?\s*[-+*/%|&]*=(?!=)"  # a.b = c, a.b[c] += d
-    r"|\b(set(?!default\()\w+|\w*seed|(un)?register\w*|reset\w*|(en|dis)able|signal|alarm|tzset)\("
-    r"|\b(environ|putenv|chdir|getcontext|filterwarnings|simplefilter|basicConfig|addHandler"
-    r"|add_type|field_size_limit|global_assumptions|__dict__|__builtins__)\b"
-    r"|\bsys\.(path|meta_path|modules|argv)\.|\bdel \w+\.")
 
 
 def seccomp_filter():
@@ -361,55 +362,16 @@ def run_test(programs, test, official):
         return f"refused {type(e).__name__}: {e}"
 
 
-def set_randomness(seed):
-    """Gives this process the random numbers and memory addresses of a seed, for `check`.
-
-    Only what `random` draws from the operating system in C, as in Random(), can't be set.
-    """
-    for name in ("random", "numpy.random", "sympy.core.random"):
-        if name in sys.modules:
-            sys.modules[name].seed(seed)
-    if "random" in sys.modules:
-        random = sys.modules["random"]
-        os.urandom = random._urandom = random.Random(seed).randbytes  # for secrets and uuid, too
-    set_randomness.kept = [object() for _ in range(100 * seed)]  # moves what is created later
-
-
-def set_clocks(seed):
-    """Sets all clocks of this process, except numpy's: a seed's time is about 2004 + 3 * seed."""
-    import time
-    years = seed * (10 ** 8 + 7)  # seconds; prime, so that weekdays, hours and seconds vary, too
-    shift = 2 ** 30 + years - time.time()
-
-    def shifted(read, amount):
-        return lambda: read() + amount
-
-    def completed(function, missing, now):
-        """Returns the function with now() as its last argument if `missing` are given."""
-        return lambda *args: function(*args, now()) if len(args) == missing else function(*args)
-
-    for name in ("monotonic", "perf_counter", "process_time", "thread_time"):
-        setattr(time, name, shifted(getattr(time, name), years))
-        setattr(time, name + "_ns", shifted(getattr(time, name + "_ns"), years * 10 ** 9))
-    time.time_ns = shifted(time.time_ns, int(shift * 10 ** 9))
-    time.time = shifted(time.time, shift)
-    for name in ("localtime", "gmtime", "ctime"):
-        setattr(time, name, completed(getattr(time, name), 0, time.time))
-    time.asctime = completed(time.asctime, 0, time.localtime)
-    time.strftime = completed(time.strftime, 1, time.localtime)
-    # datetime's `today` calls time.time; its `now` does not, and only its dict can be changed
-    methods = gc.get_referents(datetime.datetime.__dict__)[0]
-    methods["now"] = classmethod(lambda cls, tz=None: cls.fromtimestamp(time.time(), tz))
-    methods["utcnow"] = classmethod(lambda cls: cls.utcfromtimestamp(time.time()))
-    ctypes.pythonapi.PyType_Modified(ctypes.py_object(datetime.datetime))
+def reopen_streams():
+    """Opens the standard streams again, because an earlier test may have closed them."""
+    streams = [open(fd, mode, closefd=False) for fd, mode in enumerate("rww")]
+    sys.stdin, sys.stdout, sys.stderr = streams
+    sys.__stdin__, sys.__stdout__, sys.__stderr__ = streams
 
 
 def run_tests(request, result_fd):
-    """Runs a request {text, tests, official, seed}; writes a result per test. seed may be None."""
+    """Runs the tests of a request {text, tests, official}; writes a result for each."""
     text, official = request["text"], request["official"]
-    if request["seed"] is not None:
-        set_randomness(request["seed"])
-        set_clocks(request["seed"])
     error, uses_streams = None, re.search("std(in|out|err)", text)
     try:
         if official:
@@ -422,21 +384,13 @@ def run_tests(request, result_fd):
         try:
             if error is not None:
                 raise error
-            if uses_streams:  # an earlier test may have closed its streams
-                streams = [open(fd, mode, closefd=False) for fd, mode in enumerate("rww")]
-                sys.stdin, sys.stdout, sys.stderr = streams
-                sys.__stdin__, sys.__stdout__, sys.__stderr__ = streams
+            if uses_streams:
+                reopen_streams()
             result = run_test(programs, test, official)
         except BaseException as e:  # also SystemExit and KeyboardInterrupt
             missing = f": {e.name}" if type(e) is ModuleNotFoundError else ""
             result = f"raised {type(e).__name__}{missing}"
         os.write(result_fd, result.encode("ascii", "backslashreplace")[:LIMITS["result"]])
-
-
-def capped(limit, value):
-    """Returns a value for setrlimit that is at most the machine's own hard limit."""
-    hard = resource.getrlimit(limit)[1]
-    return value if hard == resource.RLIM_INFINITY else min(value, hard)
 
 
 def confine(devnull, libc, server, bpf):
@@ -447,7 +401,9 @@ def confine(devnull, libc, server, bpf):
     limits = {"AS": LIMITS["memory"], "CPU": 60, "FSIZE": 0, "CORE": 0, "NOFILE": 64}
     for name, value in limits.items():
         limit = getattr(resource, "RLIMIT_" + name)
-        value = capped(limit, value)
+        hard = resource.getrlimit(limit)[1]
+        if hard != resource.RLIM_INFINITY:  # the machine's own limit can't be raised
+            value = min(value, hard)
         resource.setrlimit(limit, (value, value))
     libc.prctl(1, signal.SIGKILL, 0, 0, 0)  # PR_SET_PDEATHSIG: die with the server
     if os.getppid() != server:  # it is gone
@@ -460,12 +416,25 @@ def confine(devnull, libc, server, bpf):
         raise OSError(ctypes.get_errno(), "seccomp is not available")
 
 
-def run_child(result_fd, request, devnull, libc, server, bpf):
-    """Confines this child, says so or why it can't, runs one request, and exits."""
-    def ask_for_codecs(name):  # is called for a name that no codec of this child has
+def seed_random(seed):
+    """Seeds the random numbers of this child; None: by chance, not as they are in the server."""
+    for name in ("random", "numpy.random", "sympy.core.random"):
+        if name in sys.modules:
+            sys.modules[name].seed(seed)
+
+
+def ask_for_codecs(result_fd):
+    """Ends this child with NEEDS_CODECS as soon as it looks for a codec that it lacks."""
+    def send_and_exit(name):
         os.write(result_fd, NEEDS_CODECS)
         os._exit(0)
 
+    if "encodings.cp1252" not in sys.modules:  # else all codecs are loaded
+        codecs.register(send_and_exit)
+
+
+def run_child(result_fd, request_fd, devnull, libc, server, bpf):
+    """Confines this child, reports that or why it can't, runs one request, and exits."""
     try:
         try:
             confine(devnull, libc, server, bpf)
@@ -473,13 +442,13 @@ def run_child(result_fd, request, devnull, libc, server, bpf):
             os.write(result_fd, f"{type(e).__name__}: {e}".encode())
             os._exit(1)
         os.write(result_fd, b"confined %d" % os.getpid())
-        for name in ("numpy.random", "sympy.core.random"):  # unlike Python's, not reseeded
-            if name in sys.modules:
-                sys.modules[name].seed()
-        if "encodings.cp1252" not in sys.modules:
-            codecs.register(ask_for_codecs)
-        with open(request, closefd=False) as f:
-            run_tests(json.load(f), result_fd)
+        with open(request_fd, closefd=False) as f:
+            request = json.load(f)
+        seed_random(request["seed"])
+        if request["seed"] is not None:  # objects get other addresses, as id() shows
+            earlier_objects = [object() for _ in range(100 * request["seed"])]  # noqa: F841
+        ask_for_codecs(result_fd)
+        run_tests(request, result_fd)
     finally:
         os._exit(0)
 
@@ -512,8 +481,7 @@ def serve(control, bpf, modules):
         zoneinfo.kept = [zoneinfo.ZoneInfo(name) for name in zoneinfo.available_timezones()]
     devnull, server = os.open(os.devnull, os.O_RDWR), os.getpid()
     text = "def f(x): return [x, 0.5, 'a', {'b': (x, None)}]"  # warms up caches for all children
-    run_tests({"text": text, "tests": ["f(1)", "g(2)"], "official": False, "seed": None},
-              devnull)
+    run_tests({"text": text, "tests": ["f(1)", "g(2)"], "official": False}, devnull)
     gc.freeze()  # else garbage collection in a child would copy all shared memory pages
     with contextlib.suppress(ConnectionError):  # the grader has exited
         while fds := socket.recv_fds(control, 1, 2)[1]:
@@ -558,16 +526,12 @@ import subprocess
 import threading
 import time
 import urllib.parse
-from importlib.metadata import PackageNotFoundError, version as package_version
 
 
 ANSWER = "I WANT TO ANSWER:"   # marks the final answer, which follows it
 OUTPUT = "OUTPUT:"             # marks the end of the agent's private thought
 HIDDEN = "Hidden reference:\n{hidden}\n\n"  # prefix of the dialogues that the critic reads
 RENDER_FAILED_REPLY = "i can't see your page: {}"
-PLACEHOLDERS = {  # what is filled into each prompt
-    "agent_prompt": ("{problem_description}", "{max_turns}", "{ANSWER}", "{OUTPUT}"),
-    "human_prompt": ("{problem_description}", "{hidden_information}", "{dialogue}")}
 GRADE_FIELDS = "reward", "tests", "failure", "reward_by"  # fields written by the grader
 
 
@@ -600,34 +564,13 @@ def task_id(task):
 
 
 def settings(meta):
-    """Returns what in a record's `meta` changes an episode. A model is known by its weights."""
+    """Returns the entries of a record's `meta` that influence an episode: seed, model, flags.
+
+    A model is known by its weights.
+    """
     omitted = {"model_weights", "engine", "dtype", "version", "candidates", "asked", "asked_hash"}
     model = {"model": meta["model_weights"]} if meta.get("model_weights") else {}
     return {name: x for name, x in {**meta, **model}.items() if name not in omitted}
-
-
-def comparable(graders):
-    """Whether rewards by these graders are comparable: no part of their names has two versions.
-
-    A name lists what rewards depend on, such as "honest rules, Python 3.11, numpy 2.4". A part that
-    only some of them name, such as the Python of older records, is not known to differ.
-    """
-    versions = {}  # {part: its version}
-    for grader in graders:
-        rules, *packages = str(grader).split(", ")
-        parts = {"rules": rules}
-        for package in packages:
-            name, _, version = package.partition(" ")
-            parts[name] = version
-        for name, version in parts.items():
-            if versions.setdefault(name, version) != version:
-                return False
-    return True
-
-
-def joined_names(graders):
-    """Joins the names of graders, and writes a part that several have only once."""
-    return ", ".join(dict.fromkeys(part for name in sorted(graders) for part in name.split(", ")))
 
 
 def hidden_information(task):
@@ -705,151 +648,6 @@ def human_prompt(task, history):
 def fill(prompt, **values):
     """Replaces each {name} in the prompt by its value; keeps other braces, and those in values."""
     return re.sub("{(%s)}" % "|".join(values), lambda match: str(values[match[1]]), prompt)
-
-
-def check_prompts(task, llm_human):
-    """Warns if a prompt hides the task from the agent or an LLM human, or is misspelled.
-
-    fill keeps a placeholder that it does not know, so a misspelled one would go unnoticed.
-    """
-    kind, name = environment(task), f"the task {task_id(task)}"
-    prompts = {"agent_prompt": task.get("agent_prompt") or kind.agent_prompt}
-    if task["problem_description"] not in first_message(task, 10)["content"]:
-        add_warning("tasks whose agent_prompt does not show the agent their problem_description",
-                    name)
-    if llm_human and kind.human_prompt:
-        prompts["human_prompt"] = kind.human_prompt
-        for needed in ("{hidden_information}", "{dialogue}"):
-            if needed not in kind.human_prompt and not kind.shows_pages:  # else pages show it
-                add_warning(f"tasks whose human_prompt does not show {needed} to the human", name)
-    for which, prompt in prompts.items():
-        for placeholder in re.findall(r"{\s*[^\W\d]\w*\s*}", prompt):
-            if placeholder not in PLACEHOLDERS[which]:
-                add_warning(f"times {which} has a placeholder that is not filled in; known are "
-                            f"{', '.join(PLACEHOLDERS[which])}", f"{placeholder} in {name}")
-
-
-def redact(reply, task):
-    """Replaces what the reply quotes of the reference or the hidden information by "[...]".
-
-    A quote is one or more whole lines or sentences, in order, with 12 or more characters that are
-    not whitespace. As the human must be able to tell a fact, a reply may quote one line of a task's
-    own hidden information, if it is not code and there are others.
-    """
-    for text in (hidden_information(task), task["ground_truth"]):
-        parts = [part for part in re.split(r"\n|(?<=[.!?])\s+", text) if part.strip()]
-        bare, quotes = "".join(reply.split()), {}  # {quote without whitespace: its parts}
-        for start in range(len(parts)):
-            for end in range(start + 1, len(parts) + 1):
-                quote = "".join("".join(parts[start:end]).split())
-                if quote not in bare:
-                    break
-                if len(quote) >= 12:
-                    quotes[quote] = parts[start:end]
-        told = sum(quotes.values(), [])
-        if text == task["ground_truth"] or len(told) != 1 or len(parts) == 1 or is_code(told[0]):
-            for quote in sorted(quotes, key=len, reverse=True):
-                reply = re.sub(r"\s*".join(map(re.escape, quote)), "[...]", reply)
-    return reply
-
-
-# A speaker's name, such as "You: ", "**Assistant:** " or "human (colleague): ", at the start of a
-# line. Later in a line it counts only behind a sentence, and with a capital letter.
-SPEAKER = re.compile(r"""
-    (?: ^[ ]?(?:[\#>]+[ ])?[*_\[]* | (?<=[.!?"')])(?P<in_line>[ ]+)[*_]*(?=[A-Z]) )
-    (?i: (?:(?:the|ai|human|simulated)[ ])?
-         (?: you|user|human|colleague | (?P<agent>assistant|agent|ai) ) )
-    (?: [ ]?\([^()\n]{1,40}\) )? [*_\]]*:[*_]* (?![a-z/:=])""", re.M | re.X)
-
-
-def own_words(reply):
-    """Returns (what the human says in a reply, whether a name led it, whether others followed).
-
-    An LLM may continue the dialogue of human_prompt instead: "You: yes. Assistant: why? You: so."
-    The first words in the human's name are then its reply. Raises ValueError if there are none.
-    """
-    reply, names = reply.strip(), []
-    for name in SPEAKER.finditer(reply):
-        starts_line = name["in_line"] is None
-        follows_agent = bool(names) and names[-1]["agent"]  # else "There are two. You: 3 points"
-        if (starts_line or name["agent"] or follows_agent) and not is_quoted(reply, name.start()):
-            names.append(name)
-    if not names:
-        return reply, False, False
-    first, *others = names
-    if first.start() > 0:
-        return reply[:first.start()].rstrip(), False, True
-    ends = [*(name.start() for name in others), len(reply)]
-    texts = [reply[name.end():end].strip() for name, end in zip(names, ends)]
-    human = [text for name, text in zip(names, texts) if text and not name["agent"]]
-    said = human or [text for text in texts if text]  # some LLMs call themselves an assistant
-    if not said:
-        raise ValueError("the reply has only speakers' names")
-    return said[0], True, bool(others)
-
-
-def is_quoted(text, position):
-    """Whether a position of a text is in a code block, or in quotes of its line."""
-    line = text[:position].split("\n")[-1]
-    return bool(text.count("`", 0, position) % 2 or line.count('"') % 2)
-
-
-def is_code(line):
-    """Whether a line is Python that computes, compares, calls or controls: not prose, nor rate = 4.
-
-    Prose that parses is no code: "t-shirt", "and/or", "UTF-8", "Height (cm)", "20 % off".
-    """
-    line = re.sub(r"(?<![\w.])[^\W_]+(?:[-/][^\W_]+)+(?![\w.(\[])", join_words, line.strip())
-    with contextlib.suppress(SyntaxError, ValueError):
-        nodes = ast.walk(ast.parse(line + " pass" * line.endswith(":")))
-        return any(is_operation(node, line) for node in nodes)
-
-
-def join_words(match):
-    """Replaces a compound such as "t-shirt" by one word, but not x-1 or a-b."""
-    is_compound = re.search("[A-Z]|[a-z]{2}", match[0])
-    return "compound" if is_compound else match[0]
-
-
-def is_operation(node, text):
-    """Whether a syntax node of a text computes, compares, calls or controls, and is not prose."""
-    if isinstance(node, ast.BinOp):
-        is_percentage = isinstance(node.op, ast.Mod) and is_literal_number(node.left)  # "20 % off"
-        has_name = any(isinstance(child, ast.Name) for child in ast.walk(node))  # not "24/7"
-        return has_name and not is_percentage
-    if isinstance(node, ast.Compare):
-        parts = zip([node.left, *node.comparators], node.ops, node.comparators)
-        return any(is_comparison(*part) for part in parts)
-    if isinstance(node, (ast.Call, ast.Subscript)):
-        name = node.func if isinstance(node, ast.Call) else node.value
-        name, whole = (ast.get_source_segment(text, x) for x in (name, node))
-        return not whole[len(name):].startswith(" ")  # "Height (cm)"
-    if isinstance(node, ast.Return):
-        is_constant = isinstance(node.value, ast.Constant)  # "return 'too short'"
-        return node.value is not None and not is_constant and not may_be_prose(node.value)
-    return isinstance(node, (ast.FunctionDef, ast.If, ast.For, ast.While, ast.AugAssign))
-
-
-def is_comparison(left, operator, right):
-    """Whether a comparison is code. In prose, `in` joins two words, and `is` a word and a value."""
-    if isinstance(operator, (ast.Is, ast.IsNot)):
-        return isinstance(right, ast.Constant) and right.value is None
-    if isinstance(operator, (ast.In, ast.NotIn)):
-        return not (may_be_prose(left) and may_be_prose(right))
-    return True
-
-
-def may_be_prose(node):
-    """Whether a syntax node is a number or a name of letters only, or several of them."""
-    if isinstance(node, ast.Tuple):
-        return all(map(may_be_prose, node.elts))
-    if isinstance(node, ast.UnaryOp):
-        return may_be_prose(node.operand)
-    return is_literal_number(node) or isinstance(node, ast.Name) and node.id.isalpha()
-
-
-def is_literal_number(node):
-    return isinstance(node, ast.Constant) and isinstance(node.value, (int, float))
 
 
 def without_thinking(output):
@@ -949,11 +747,117 @@ def extract_page(text):
     return ""
 
 
+# --- an LLM human's words -------------------------------------------------------------------------
+#
+# collect.py shows the agent only what an LLM human says in its own name, without quotes of the
+# reference. A reader of the method may skip this section.
+
+# A speaker's name, such as "You: ", "**Assistant:** " or "human (colleague): ", at the start of a
+# line. Later in a line it counts only behind a sentence, and with a capital letter.
+SPEAKER = re.compile(r"""
+    (?: ^[ ]?(?:[\#>]+[ ])?[*_\[]* | (?<=[.!?"')])(?P<in_line>[ ]+)[*_]*(?=[A-Z]) )
+    (?i: (?:(?:the|ai|human|simulated)[ ])?
+         (?: you|user|human|colleague | (?P<agent>assistant|agent|ai) ) )
+    (?: [ ]?\([^()\n]{1,40}\) )? [*_\]]*:[*_]* (?![a-z/:=])""", re.M | re.X)
+
+
+def own_words(reply):
+    """Returns (what the human says in a reply, whether a name led it, whether others followed).
+
+    An LLM may continue the dialogue of human_prompt instead: "You: yes. Assistant: why? You: so."
+    The first words in the human's name are then its reply. Raises ValueError if there are none.
+    """
+    reply, names = reply.strip(), []
+    for name in SPEAKER.finditer(reply):
+        starts_line = name["in_line"] is None
+        follows_agent = bool(names) and names[-1]["agent"]  # else "There are two. You: 3 points"
+        if (starts_line or name["agent"] or follows_agent) and not is_quoted(reply, name.start()):
+            names.append(name)
+    if not names:
+        return reply, False, False
+    first, *others = names
+    if first.start() > 0:
+        return reply[:first.start()].rstrip(), False, True
+    ends = [*(name.start() for name in others), len(reply)]
+    texts = [reply[name.end():end].strip() for name, end in zip(names, ends)]
+    human = [text for name, text in zip(names, texts) if text and not name["agent"]]
+    said = human or [text for text in texts if text]  # some LLMs call themselves an assistant
+    if not said:
+        raise ValueError("the reply has only speakers' names")
+    return said[0], True, bool(others)
+
+
+def is_quoted(text, position):
+    """Whether a position of a text is in a code block, or in quotes of its line."""
+    line = text[:position].split("\n")[-1]
+    return bool(text.count("`", 0, position) % 2 or line.count('"') % 2)
+
+
+def quotes_in(reply, parts):
+    """Returns {quote: its parts}: what a reply has of consecutive parts of a text, however spaced.
+
+    A quote is without whitespace, and has 12 or more characters.
+    """
+    bare, quotes = "".join(reply.split()), {}
+    for start in range(len(parts)):
+        for end in range(start + 1, len(parts) + 1):
+            quote = "".join("".join(parts[start:end]).split())
+            if quote not in bare:
+                break
+            if len(quote) >= 12:
+                quotes[quote] = parts[start:end]
+    return quotes
+
+
+def redact(reply, task):
+    """Replaces what the reply quotes of the reference or the hidden information by "[...]".
+
+    Quotes are of whole lines or sentences. As the human must be able to tell a fact, a reply may
+    quote one line of a task's own hidden information, if it is not code and there are others.
+    """
+    for text in (hidden_information(task), task["ground_truth"]):
+        parts = [part for part in re.split(r"\n|(?<=[.!?])\s+", text) if part.strip()]
+        quotes = quotes_in(reply, parts)
+        quoted = sum(quotes.values(), [])
+        is_fact = len(quoted) == 1 and len(parts) > 1 and not is_code(quoted[0])
+        if text == task["ground_truth"] or not is_fact:
+            for quote in sorted(quotes, key=len, reverse=True):
+                reply = re.sub(r"\s*".join(map(re.escape, quote)), "[...]", reply)
+    return reply
+
+
+# What shows that a line which Python can parse is code, and not a word or a fact such as rate = 4.
+OPERATION = re.compile(r"""
+    [<>] | [-+*/%|&=!]=                             # x < 5, x == y, x *= 2
+    | [\w)\]][(\[]                                  # f(x), x[0], unlike "Height (cm)"
+    | ^(def|if|for|while)\b | \bif\b.*\belse\b
+    | ^return\b.*([^\W\d][_.\d]|f')                 # return total_price, unlike "return the"
+    | \bis\ (not\ )?None\b
+    | ['_(].*\bin\b | \bin\b.*['_(]                 # 'a' in letters, unlike "fee in euros"
+    | [^\W\d]\w*[)\]]*\ ([-+*/%]|//|\*\*)\  | '\ %\   # x - 1, unlike "20 % off" and "24 / 7"
+    | \ ([-+*/]|//|\*\*)\ [(\[]*[^\W\d]             # 1 - x
+    | [^\W\d]\w*[)\]]*[*+]\w | \d[*+][^\W\d] | \)[-+*/]  # x*2, 2*x, (x)*2
+    | _\w*[-/] | [-/]\w*_ | (?<![\w-])[a-z][-/]([a-z]|\d+)(?![\w-])  # x-1, unlike "t-shirt"
+    """, re.X)
+
+
+def is_code(line):
+    """Whether a line is Python that computes, compares, calls or controls."""
+    line = line.strip()
+    statement = f"{line} pass" if line.endswith(":") else line
+    try:
+        ast.parse(statement)
+    except (SyntaxError, ValueError):
+        return False
+    without_texts = re.sub(r"""("|').*?\1|#.*""", "''", line)
+    return bool(OPERATION.search(without_texts))
+
+
 # --- records --------------------------------------------------------------------------------------
 
 # The fields that the scripts read, with their shapes. All are optional, null means that a field is
-# missing, and other fields are kept. A shape is a type, [shape], {field: shape}, or {...: shape} for
-# an object with any keys.
+# missing, and other fields are kept. A shape is a type, [shape], {field: shape}, or {...: shape}
+# for an object with any keys.
 ACTION = {                 # a message of the agent, or a candidate for one
     "content": str,        # what the human saw
     "output": str,         # what the model wrote
@@ -1058,8 +962,10 @@ def check_record(record, fields, to_grade, to_train):
         if not -1 <= record["reward"] <= 1:
             raise ValueError(f"the reward {record['reward']} is not between -1 and 1")
     kind = environment(record.get("task", {}))
-    for path in ("task.problem_description", "task.ground_truth", *fields,
-                 *(kind.required_fields if to_grade else ())):
+    required = ["task.problem_description", "task.ground_truth", *fields]
+    if to_grade:
+        required += kind.required_fields
+    for path in required:
         value = record
         for key in path.split("."):
             value = value.get(key) if isinstance(value, dict) else None
@@ -1071,17 +977,47 @@ def check_record(record, fields, to_grade, to_train):
             raise ValueError("dialogue_history has no message of the agent")
 
 
-def read_records(stream, *fields, source="stdin", to_grade=False, to_train=False, tasks=None,
-                 episodes=None):
+class Seen:
+    """The tasks and episodes that have been read: an id has one content, and no episode is twice.
+
+    tasks: {task id: (content, place)}, which several of these may share.
+    """
+
+    def __init__(self, tasks=None):
+        self.tasks = {} if tasks is None else tasks
+        self.episodes = {}  # {digest: place}
+
+    def add_task(self, task, place):
+        """Raises ValueError if the task differs from an earlier one of its id."""
+        name, content = task_id(task), task_content(task)
+        first, line = self.tasks.setdefault(name, (content, place))
+        if content != first:
+            differ = [x for x in sorted(first | content) if first.get(x) != content.get(x)]
+            raise ValueError(f"the task {name} differs from the one in {line} in "
+                             f"{', '.join(differ)}: give one of them another id")
+
+    def add_episode(self, record, place):
+        """Raises ValueError if the record's episode came before."""
+        if not record.get("dialogue_history") or "sample" not in record:
+            return
+        name, sample = task_id(record["task"]), record["sample"]
+        episode = [name, sample, settings(record.get("meta", {})),
+                   message_texts(record["dialogue_history"])]
+        key = digest(json.dumps(episode, sort_keys=True))
+        if key in self.episodes:
+            raise ValueError(f"sample {sample} of the task {name} is also in "
+                             f"{self.episodes[key]}: give each file and each line only once")
+        self.episodes[key] = place
+
+
+def read_records(stream, *fields, source="stdin", to_grade=False, to_train=False, seen=None):
     """Yields the records of a stream's lines; an invalid line is an error that names it.
 
     fields: what a record must have, besides its task's description and reference and, with
     to_grade, what its grader needs. to_train rejects UNSUPPORTED fields and dialogues without a
-    message of the agent. A task must have the same content wherever its id occurs, and an episode
-    may come only once; to check this across streams, pass the same two dicts, tasks and episodes.
+    message of the agent. seen: a Seen, which several streams may share.
     """
-    tasks = {} if tasks is None else tasks  # {task id: (content, place)}
-    episodes = {} if episodes is None else episodes  # {hash: place}
+    seen = seen or Seen()
     for place, record in read_jsonl(stream, source):
         try:
             if "task" not in record and "problem_description" in record:
@@ -1091,33 +1027,60 @@ def read_records(stream, *fields, source="stdin", to_grade=False, to_train=False
                                  "tests/experiments/preferences.py < FILE | train_policy.py --loss "
                                  "mtdpo (chats: --loss rft)")
             check_record(record, fields, to_grade, to_train)
-            task, name = record["task"], task_id(record["task"])
-            content = task_content(task)
-            first, line = tasks.setdefault(name, (content, place))
-            if content != first:
-                differ = [x for x in sorted(first | content) if first.get(x) != content.get(x)]
-                raise ValueError(f"the task {name} differs from the one in {line} in "
-                                 f"{', '.join(differ)}: give one of them another id")
-            if record.get("dialogue_history") and "sample" in record:
-                episode = [name, record["sample"], settings(record.get("meta", {})),
-                           message_texts(record["dialogue_history"])]
-                key = digest(json.dumps(episode, sort_keys=True))
-                if key in episodes:
-                    raise ValueError(f"sample {record['sample']} of the task {name} is also in "
-                                     f"{episodes[key]}: give each file and each line only once")
-                episodes[key] = place
+            seen.add_task(record["task"], place)
+            seen.add_episode(record, place)
         except ValueError as e:
             fail(f"{place}: {e}")
         yield record
 
 
+PLACEHOLDERS = {  # what is filled into each prompt
+    "agent_prompt": ("{problem_description}", "{max_turns}", "{ANSWER}", "{OUTPUT}"),
+    "human_prompt": ("{problem_description}", "{hidden_information}", "{dialogue}")}
+
+
+def check_prompts(task, llm_human):
+    """Warns if a prompt hides the task from the agent or an LLM human, or is misspelled.
+
+    fill keeps a placeholder that it does not know, so a misspelled one would go unnoticed.
+    """
+    kind, name = environment(task), f"the task {task_id(task)}"
+    prompts = {"agent_prompt": task.get("agent_prompt") or kind.agent_prompt}
+    if task["problem_description"] not in first_message(task, 10)["content"]:
+        add_warning("tasks whose agent_prompt does not show the agent their problem_description",
+                    name)
+    if llm_human and kind.human_prompt:
+        prompts["human_prompt"] = kind.human_prompt
+        for needed in ("{hidden_information}", "{dialogue}"):
+            if needed not in kind.human_prompt and not kind.shows_pages:  # else pages show it
+                add_warning(f"tasks whose human_prompt does not show {needed} to the human", name)
+    for which, prompt in prompts.items():
+        for placeholder in re.findall(r"{\s*[^\W\d]\w*\s*}", prompt):
+            if placeholder not in PLACEHOLDERS[which]:
+                add_warning(f"times {which} has a placeholder that is not filled in; known are "
+                            f"{', '.join(PLACEHOLDERS[which])}", f"{placeholder} in {name}")
+
+
 # --- environments: one class per kind of task -----------------------------------------------------
 
-class Environment(contextlib.ExitStack):
+class Closing:
+    """Something that is closed at the end of `with`."""
+
+    def close(self):
+        """Frees what this uses, such as processes; subclasses define it if there is something."""
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *error):
+        self.close()
+
+
+class Environment(Closing):
     """A kind of task: its prompts, what counts as the answer, and how answers are graded.
 
-    Only grading needs an instance; its `grade` is called from several threads. It is an ExitStack,
-    so that what a subclass opens with enter_context is closed after grading.
+    Only grading needs an instance. Its `grade` is called from several threads, and then its
+    `close`, which ends what it has opened, such as a browser.
     """
     agent_prompt = "{problem_description}"  # {max_turns}, {ANSWER} and {OUTPUT} are filled in, too
     human_prompt = None             # for an LLM human; see human_prompt()
@@ -1126,8 +1089,8 @@ class Environment(contextlib.ExitStack):
     required_fields = ()            # fields for grade, besides the description and reference
     reward_name = "reward"          # label in messages; its first word heads evaluate.py's column
 
-    def __init__(self, args):  # args: the flags of colbench.py grade
-        super().__init__()
+    def __init__(self, args):
+        """args: the flags of colbench.py grade."""
 
     @classmethod
     def final_answer(cls, history, submitted):
@@ -1149,15 +1112,6 @@ class Environment(contextlib.ExitStack):
         "reward_by" names the grader, because rewards of different graders are not comparable.
         """
         fail(f"{type(self).__name__} can't grade answers: define its method grade")
-
-
-@functools.cache
-def minor_version(package):
-    """Returns a package's name and version, such as "numpy 2.4", or "numpy missing"."""
-    try:
-        return f"{package} {'.'.join(package_version(package).split('.')[:2])}"
-    except PackageNotFoundError:
-        return f"{package} missing"
 
 
 class Functions(Environment):
@@ -1189,19 +1143,18 @@ not mind. Write no code, quote none, and do not mention that a function exists."
     reward_name = "tests passed"
 
     def __init__(self, args):
-        super().__init__(args)
+        # some answers pass by a later Python only
         self.reward_by = f"{args.rules} rules, Python %d.%d" % sys.version_info[:2]
-        self.grader = self.enter_context(Grader(args.rules, args.workers))
+        self.grader = Grader(args.rules, args.workers)
+
+    def close(self):
+        self.grader.close()
 
     def check(self, task):
         return self.grader.check(task)
 
     def grade(self, task, answer):
-        """See Environment.grade. reward_by names all versions on which the reward may depend."""
-        source = "\n".join([answer or "", task["ground_truth"], *task["test_cases"].values()])
-        packages = [minor_version(name) for name in ("numpy", "sympy") if name in source]
-        return {**self.grader.grade(task, answer),
-                "reward_by": ", ".join([self.reward_by, *packages])}
+        return {**self.grader.grade(task, answer), "reward_by": self.reward_by}
 
 
 class Pages(Environment):
@@ -1227,10 +1180,12 @@ mention pictures."""
     shows_pages = True
 
     def __init__(self, args):
-        super().__init__(args)
         self.reward_by = "clip"
         self.likeness = clip_likeness(args.clip)
-        self.renderer = self.enter_context(Renderer(args.workers))
+        self.renderer = Renderer(args.workers)
+
+    def close(self):
+        self.renderer.close()
 
     @classmethod
     def final_answer(cls, history, submitted):
@@ -1252,13 +1207,10 @@ mention pictures."""
 
 # --- the grader: fork servers ---------------------------------------------------------------------
 
-
-class Pool(contextlib.ExitStack):
-    """Lends workers, such as browsers, to threads, which must end before `with` does."""
+class Pool:
+    """Lends workers, such as browsers, to threads."""
 
     def __init__(self, workers):
-        super().__init__()
-        self.workers = workers
         self.idle = queue.LifoQueue()  # last in, first out, so that a light load uses few workers
         for worker in workers:
             self.idle.put(worker)
@@ -1270,6 +1222,29 @@ class Pool(contextlib.ExitStack):
             yield worker
         finally:
             self.idle.put(worker)
+
+
+def stopwatch(pid):
+    """Returns time_used(), the seconds that a process is charged: of CPU, or a third of its sleep.
+
+    It does not depend on how busy the machine is, because waiting for a CPU is no sleep.
+    """
+    started = time.monotonic()
+    clock = (~pid << 3) | 2  # Linux's id of another process's CPU clock
+    schedstat = pathlib.Path(f"/proc/{pid}/schedstat")
+
+    def time_used():
+        cpu, wall = time.clock_gettime(clock), time.monotonic() - started
+        if wall <= 0.1 + LIMITS["sleep"] * cpu:  # it can't have slept for so long that this counts
+            return cpu
+        asleep = 0.3 * wall  # of a kernel that does not tell
+        with contextlib.suppress(OSError):
+            ran, waited = map(int, schedstat.read_text().split()[:2])  # nanoseconds
+            if ran:
+                asleep = wall - cpu - waited / 1e9
+        return max(cpu, asleep / LIMITS["sleep"])
+
+    return time_used
 
 
 class ForkServer:
@@ -1295,7 +1270,7 @@ class ForkServer:
         """Runs one child. Returns (results, seconds used); raises OSError if the server fails.
 
         Results are bytes. If the child ends early, the last one is a str with the reason. per_test,
-        total: limits on the time used, which does not depend on how busy the machine is.
+        total: limits on the time used, see stopwatch.
         """
         result_socket, child_end = socket.socketpair(type=socket.SOCK_SEQPACKET)  # whole messages
         with result_socket, open(os.memfd_create("request"), "w+") as file:
@@ -1308,19 +1283,7 @@ class ForkServer:
             if not status.startswith("confined "):  # the child sends it before it reads the request
                 cause = status or "it ended"
                 raise OSError(f"a child did not start, or could not confine itself: {cause}")
-            pid = status.split()[1]
-            results, started = [], time.monotonic()
-            clock = (~int(pid) << 3) | 2  # Linux's id of another process's CPU clock
-            schedstat = pathlib.Path(f"/proc/{int(pid)}/schedstat")
-
-            def time_used():
-                cpu, wall, ran = time.clock_gettime(clock), time.monotonic() - started, 0
-                if wall > 0.1 + LIMITS["sleep"] * cpu:  # else CPU time decides
-                    with contextlib.suppress(OSError):
-                        ran, waited = map(int, schedstat.read_text().split()[:2])  # nanoseconds
-                asleep = wall - cpu - waited / 1e9 if ran else 0.3 * wall  # else not read
-                return max(cpu, asleep / LIMITS["sleep"])
-
+            results, time_used = [], stopwatch(int(status.split()[1]))
             while len(results) < len(request["tests"]):
                 result = receive(result_socket, time_used, min(total, time_used() + per_test))
                 results.append(result)
@@ -1344,6 +1307,51 @@ def receive(result_socket, time_used, limit):
                 return "timeout"
         except ConnectionError:
             return "process ended"
+
+
+FILES_PER_WORKER = 8  # most that a worker has open: three servers, and what one run needs
+
+
+def affordable_workers(workers):
+    """Raises the soft limit of open files to the hard one; returns how many workers that allows."""
+    hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    if hard == resource.RLIM_INFINITY:
+        return workers
+    used = len(os.listdir("/proc/self/fd")) + 16  # and some for everything else
+    affordable = max(1, (hard - used) // FILES_PER_WORKER)
+    if affordable < workers:
+        say(f"warning: {affordable} instead of {workers} workers, because at most {hard} files "
+            "may be open (see ulimit -Hn)")
+    return min(workers, affordable)
+
+
+# --- the grader: what a program may do, by its text -----------------------------------------------
+
+# What may change the state of a library, such as decimal's precision or numpy's handling of errors.
+# A program that imports something and has such a text runs each test in a child of its own, else
+# one test would change the values of the next.
+CHANGES_STATE = re.compile(r"""
+    (?<!\bself)\.\w+(\[[^]\n]{,99}\])?\s*[-+*/%|&]*=(?!=)  # a.b = c, a.b[c] += d
+    | \b(set(?!default\()\w+|\w*seed|(un)?register\w*|reset\w*|(en|dis)able)\(
+    | \b(signal|alarm|tzset)\(
+    | \b(environ|putenv|chdir|getcontext|filterwarnings|simplefilter|basicConfig|addHandler)\b
+    | \b(add_type|field_size_limit|global_assumptions|__dict__|__builtins__)\b
+    | \bsys\.(path|meta_path|modules|argv)\. | \bdel\ \w+\.
+    """, re.X)
+# A reference or test that may be random or depend on memory addresses runs with RERUNS seeds.
+MAY_BE_RANDOM = re.compile(r"rand|secrets|uuid|tempfile|\bid\(|\bhash\(")
+RERUNS = 40
+# One that reads a clock, so that its value may change with the day.
+READS_CLOCK = re.compile(r"""
+    \.(now|utcnow|today)\b | \bclock_gettime | \bdatetime64\(\s*['"](now|today)
+    | \b(time_ns|(monotonic|perf_counter)(_ns)?|localtime|gmtime|ctime|asctime)\(\s*\)
+    # time() and strftime(format) are functions of `time`; t.time() and t.strftime(format) are not
+    | (?<![\w.])(time\.)?(time\(\s*\)|strftime\([^,()]*\))
+    | \btime\ as\b  # by another name
+    """, re.X)
+VARIES = "its value varies between runs: it is random"
+CLOCK = "it reads a clock, so its value may change with the day"
 
 
 # --- the grader: from results to verdicts ---------------------------------------------------------
@@ -1375,32 +1383,7 @@ BANNED_WORDS = ("import os", "from os", "import sys", "from sys", "sudo", "trans
                 "quit(", "argparse")  # the released scorer gives reward 0 to answers with one
 
 
-# what a reference or a test contains if it may be random or read a clock
-MAY_VARY = (r"rand|secrets|uuid|tempfile|datetime|import[^\n]*\btime\b|from time\b|\bid\(|"
-            r"\bhash\(")
-RERUNS = 40  # of such a reference, by `check`
-
-
-FILES_PER_WORKER = 8  # most that a worker has open: three servers, and what one run needs
-
-
-def affordable_workers(workers):
-    """Returns how many workers find enough open files; raises the soft limit of these if it can."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    used = len(os.listdir("/proc/self/fd")) + 16  # and some for everything else
-    files = capped(resource.RLIMIT_NOFILE, used + FILES_PER_WORKER * workers)
-    if soft == resource.RLIM_INFINITY or soft >= files:
-        files = max(files, soft)
-    else:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (files, hard))
-    affordable = max(1, (files - used) // FILES_PER_WORKER)
-    if affordable < workers:
-        say(f"warning: {affordable} instead of {workers} workers, because at most {files} files "
-            "may be open (see ulimit -Hn)")
-    return min(workers, affordable)
-
-
-class Grader(Pool):
+class Grader(Closing):
     """with Grader() as grader: grader.grade(task, answer), from any thread.
 
     rules: "honest", or "official" for the verdicts of the released scorer. workers: number of
@@ -1418,27 +1401,34 @@ class Grader(Pool):
     def __init__(self, rules="honest", workers=2):
         self.official = rules == "official"
         self.expected = {}  # {digest of a reference and its tests: its results}
-        servers = [{} for _ in range(affordable_workers(workers))]  # {row of SERVERS: ForkServer}
-        super().__init__(servers)
+        # a worker is {row of SERVERS: ForkServer}
+        self.workers = [{} for _ in range(affordable_workers(workers))]
+        self.pool = Pool(self.workers)
         self.results("", ["0"])  # raises GraderError here if the sandbox does not work
+
+    def close(self):
+        for servers in self.workers:
+            for server in servers.values():
+                server.stop()
 
     def results(self, text, tests, time_factor=1, seed=None):
         """Returns a result per test, see ForkServer.run. time_factor multiplies the time limits.
 
-        seed: see set_randomness and set_clocks; None: the machine's own.
+        seed: of the random numbers and memory addresses; None: by chance, in each child.
         """
         results, seconds_left = [], LIMITS["answer"] * time_factor
         source = "\n".join([text, *tests])
         row = next(i for i, (pattern, _) in enumerate(SERVERS) if re.search(pattern, source))
-        # tests per child
-        most = 1 if "import" in source and re.search(CHANGES_STATE, source) else len(tests)
-        with self.acquire() as servers:
+        tests_per_child = len(tests)
+        if "import" in source and CHANGES_STATE.search(source):
+            tests_per_child = 1
+        with self.pool.acquire() as servers:
             while len(results) < len(tests) and seconds_left > 0:  # rerun if a child ends early
-                request = {"text": text, "tests": tests[len(results):][:most],
+                request = {"text": text, "tests": tests[len(results):][:tests_per_child],
                            "official": self.official, "seed": seed}
                 new, seconds = self.run(servers, row, request, time_factor, seconds_left)
                 seconds_left -= seconds
-                if row and new[-1] == NEEDS_CODECS:
+                if row and new[-1] == NEEDS_CODECS:  # the servers of the rows above have them
                     new.pop()
                     row -= 1
                 results += new
@@ -1450,7 +1440,6 @@ class Grader(Pool):
             try:
                 if row not in servers:
                     servers[row] = ForkServer(SERVERS[row][1])
-                    self.callback(servers[row].stop)
                 return servers[row].run(request, LIMITS["test"] * time_factor, seconds_left)
             except OSError as e:  # start another server, but only once
                 if row in servers:
@@ -1458,52 +1447,65 @@ class Grader(Pool):
                 if last_try:
                     raise GraderError(f"a fork server failed twice: {e!r}") from e
 
-    def check(self, task):
-        """Returns grade's fields for the reference as an answer; values must not vary.
-
-        A reference that may be random or read a clock runs with RERUNS seeds, and the fields are
-        those of the first run that fails: the same in every call.
-        """
-        reference, tests = task["ground_truth"], task["test_cases"]
-        if not re.search(MAY_VARY, "\n".join([reference, *tests.values()])):
-            return self.grade(task, reference)
-        for seed in range(1, RERUNS):
-            fields = self.grade(task, reference, seed)
-            if fields["reward"] < 1:
-                break
-        for name, text in fields["tests"].items():
-            if text == "wrong value":
-                fields["tests"][name] = "its value varies between runs: random, or from a clock"
-        return fields
-
-    def grade(self, task, answer, seed=None):
-        """Returns {"reward": share of tests passed, "tests": {name: verdict}}.
-
-        seed: of the answer's run, see set_randomness; the reference then has seed 0.
-        """
-        tests, answer = list(task["test_cases"].values()), answer or ""
-        banned = [word for word in BANNED_WORDS if self.official and word in answer]
+    def why_not_run(self, answer):
+        """Returns the verdict on an answer that is not run, else None."""
         if not answer.strip():
-            verdicts = ["no answer"] * len(tests)
-        elif len(answer) > LIMITS["code"]:
-            verdicts = [f"not run: it has more than {LIMITS['code']:,} characters"] * len(tests)
-        elif banned:
-            verdicts = [f"not run: the official rules refuse {banned[0]!r}"] * len(tests)
-        else:
-            for fence in ("```python", "```") if self.official else ():
-                if fence in answer:  # a tag other than "python" stays in, as there
-                    answer = answer.split(fence)[1].split("```")[0]
-            reference_seed = None if seed is None else 0
-            key = digest([task["ground_truth"], tests, reference_seed])
-            if key not in self.expected:
-                self.expected[key] = self.results(task["ground_truth"], tests, 3, reference_seed)
-            expected = self.expected[key]
-            useful = [test for test, result in zip(tests, expected) if has_value(result)]
-            results = iter(self.results(answer, useful, seed=seed))
-            verdicts = [verdict(result, next(results) if has_value(result) else None)
-                        for result in expected]
-        reward = verdicts.count("pass") / len(tests)
-        return {"reward": reward, "tests": dict(zip(task["test_cases"], verdicts))}
+            return "no answer"
+        if len(answer) > LIMITS["code"]:
+            return f"not run: it has more than {LIMITS['code']:,} characters"
+        if self.official:
+            for word in BANNED_WORDS:
+                if word in answer:
+                    return f"not run: the official rules refuse {word!r}"
+        return None
+
+    def grade(self, task, answer):
+        """Returns {"reward": share of tests passed, "tests": {name: verdict}}."""
+        tests, answer = list(task["test_cases"].values()), answer or ""
+        if reason := self.why_not_run(answer):
+            return with_reward(task, [reason] * len(tests))
+        if self.official:
+            answer = first_block(answer)
+        key = digest([task["ground_truth"], tests])
+        if key not in self.expected:
+            self.expected[key] = self.results(task["ground_truth"], tests, time_factor=3)
+        expected = self.expected[key]
+        useful = [test for test, result in zip(tests, expected) if has_value(result)]
+        results = iter(self.results(answer, useful))
+        return with_reward(task, [verdict(result, next(results) if has_value(result) else None)
+                                  for result in expected])
+
+    def check(self, task):
+        """Returns grade's fields for the reference as an answer, whose values must never vary."""
+        reference, tests = task["ground_truth"], list(task["test_cases"].values())
+        source = "\n".join([reference, *tests])
+        if READS_CLOCK.search(source):
+            return with_reward(task, [CLOCK] * len(tests))
+        fields = self.grade(task, reference)
+        if fields["reward"] == 1 and MAY_BE_RANDOM.search(source):
+            runs = [self.results(reference, tests, 3, seed) for seed in range(RERUNS)]
+            return with_reward(task, ["pass" if len(set(results)) == 1 else VARIES
+                                      for results in zip(*runs)])
+        # a wrong value is another one than the same program has just returned
+        return with_reward(task, [VARIES if text == "wrong value" else text
+                                  for text in fields["tests"].values()])
+
+
+def first_block(answer):
+    """Returns an answer's first fenced block, else the answer, as the released scorer does.
+
+    A tag other than "python" stays in the block, as there.
+    """
+    for fence in ("```python", "```"):
+        if fence in answer:
+            answer = answer.split(fence)[1].split("```")[0]
+    return answer
+
+
+def with_reward(task, verdicts):
+    """Returns the fields that a record gets for its verdicts, one per test of the task."""
+    return {"reward": verdicts.count("pass") / len(verdicts),
+            "tests": dict(zip(task["test_cases"], verdicts))}
 
 
 def grade_fields(grade, *args):
@@ -1518,6 +1520,38 @@ def grade_fields(grade, *args):
     return fields
 
 
+def start_grading(records, args, check):
+    """Yields (record, future of grade_fields) in order, as soon as the first future is done.
+
+    Waits for one that is not done only if many are running, or after the last record.
+    """
+    jobs = collections.deque()
+
+    def first_jobs(most_left):
+        while jobs and (jobs[0][1].done() or len(jobs) > most_left):
+            yield jobs.popleft()
+
+    with contextlib.ExitStack() as stack, \
+            concurrent.futures.ThreadPoolExecutor(2 * args.workers) as pool:
+        graders = {}  # {class of environments: the one that grades}
+        try:
+            for record in records:
+                task, kind = record["task"], environment(record["task"])
+                if kind not in graders:
+                    with fail_on_error(f"{kind.__name__} can't grade"):
+                        graders[kind] = stack.enter_context(kind(args))
+                if check:
+                    job = pool.submit(grade_fields, graders[kind].check, task)
+                else:
+                    job = pool.submit(grade_fields, graders[kind].grade, task, record.get("answer"))
+                jobs.append((record, job))
+                yield from first_jobs(4 * args.workers - 1)
+        except SystemExit:
+            yield from first_jobs(0)
+            raise
+        yield from first_jobs(0)
+
+
 def grade_records(records, args, check=False):
     """Yields the records with the fields that their environment's `grade` returns, in order.
 
@@ -1527,44 +1561,20 @@ def grade_records(records, args, check=False):
     invalid line, or a kind without its packages, ends it once the lines before are graded; a
     GraderError ends it immediately.
     """
-    jobs, failed = collections.deque(), []
-
-    def graded(most):
-        """Yields the first jobs' records; waits for them only while more than `most` are left."""
-        while jobs and (jobs[0][1].done() or len(jobs) > most):
-            record, job = jobs.popleft()
-            try:
-                fields = job.result()
-            except GraderError:
-                raise
-            except Exception as e:
-                failed.append(record)
-                show_traceback(e)
-                say(f"task {task_id(record['task'])} could not be graded: {type(e).__name__}: {e}")
-            else:
-                yield {k: record[k] for k in record if k not in GRADE_FIELDS} | fields
-
-    with contextlib.ExitStack() as stack, \
-            concurrent.futures.ThreadPoolExecutor(2 * args.workers) as pool:
-        new_grader = functools.cache(lambda kind: stack.enter_context(kind(args)))
+    failed = 0
+    for record, job in start_grading(records, args, check):
         try:
-            for record in records:
-                kind = environment(record["task"])
-                with fail_on_error(f"{kind.__name__} can't grade"):
-                    grader = new_grader(kind)
-                task = record["task"]
-                if check:
-                    job = pool.submit(grade_fields, grader.check, task)
-                else:
-                    job = pool.submit(grade_fields, grader.grade, task, record.get("answer"))
-                jobs.append((record, job))
-                yield from graded(4 * args.workers - 1)
-        except SystemExit:
-            yield from graded(0)
+            fields = job.result()
+        except GraderError:
             raise
-        yield from graded(0)
+        except Exception as e:
+            failed += 1
+            show_traceback(e)
+            say(f"task {task_id(record['task'])} could not be graded: {type(e).__name__}: {e}")
+        else:
+            yield {k: record[k] for k in record if k not in GRADE_FIELDS} | fields
     if failed:
-        fail(f"{len(failed)} answers could not be graded and were left out")
+        fail(f"{failed} answers could not be graded and were left out")
 
 
 # --- frontend: pages are rendered by a browser without network access -----------------------------
@@ -1695,7 +1705,7 @@ def grey_picture(path):
             '<rect width="100%" height="100%" fill="#9ca3af"/></svg>')
 
 
-class Renderer(Pool):
+class Renderer(Closing):
     """with Renderer() as renderer: renderer.render(page), from any thread.
 
     The same page gives the same bytes. Its scripts do not run, and it can't reach the network.
@@ -1715,19 +1725,26 @@ class Renderer(Pool):
         if sha256(css).hexdigest() != TAILWIND_SHA256:
             fail(f"no Tailwind 2.2.19 style sheet at {tailwind} (MANUAL.md, \"Frontend Design\")")
         self.sheet = style_sheet(css.decode())
-        super().__init__([Browser(async_api, path, script) for _ in range(workers)])
-        for browser in self.workers:
-            self.callback(browser.stop)
-        self.render = functools.lru_cache(256)(self.render)
+        self.browsers = [Browser(async_api, path, script) for _ in range(workers)]
+        self.pool = Pool(self.browsers)
+        self.cached_draw = functools.lru_cache(256)(self.draw)
+
+    def close(self):
+        for browser in self.browsers:
+            browser.stop()
 
     def render(self, page):
         """Returns {"png", "height"} and what else `script` measures; may raise RenderError."""
+        return self.cached_draw(page)
+
+    def draw(self, page):
+        """Renders a page as `render` does, without its cache."""
         if not (page or "").strip():
             raise RenderError("no page")
         body = page.encode(errors="replace")  # it may contain lone surrogates
         if len(body) > PAGE_LIMITS["bytes"]:
             raise RenderError(f"the page has more than {PAGE_LIMITS['bytes']} bytes")
-        with self.acquire() as browser:
+        with self.pool.acquire() as browser:
             return browser.render(body, self.sheet(page))
 
     def render_pair(self, task, text):
@@ -1800,38 +1817,40 @@ def get_args(argv=None):
 
 def grade(args, emit):
     """Adds the reward to records with a task and an answer."""
-    rewards = collections.defaultdict(list)  # {task id: rewards}
-    failures = collections.Counter()  # {task id: number of records with a failure}
-    broken = set()  # ids of tasks whose own reference fails
-    graders = collections.defaultdict(set)  # {what the reward is: names of its graders}
+    graded = []  # (task id, label of the reward, fields of the grader) of each record
     try:
         for record in grade_records(read_records(sys.stdin, "answer", to_grade=True), args):
             emit(record)
-            name = task_id(record["task"])
-            rewards[name].append(record["reward"])
-            failures[name] += "failure" in record
-            graders[environment(record["task"]).reward_name].add(
-                record.get("reward_by", "own rules"))
-            for text in (record.get("failure", ""), *record.get("tests", {}).values()):
-                if text.startswith(("the reference: ", "no expected value: ")):
-                    broken.add(name)
+            fields = {name: record[name] for name in GRADE_FIELDS if name in record}
+            label = environment(record["task"]).reward_name
+            graded.append((task_id(record["task"]), label, fields))
     finally:  # also if other records could not be graded
-        print_mean_reward(rewards, failures, broken, graders)
+        print_mean_reward(graded)
 
 
-def print_mean_reward(rewards, failures, broken, graders):
-    """Prints the mean over tasks, as evaluate.py does; for the arguments see grade()."""
-    good = [name for name in rewards if name not in broken]
-    n_good = sum(len(rewards[name]) for name in good)
-    if good:
-        mean = statistics.fmean(statistics.fmean(rewards[name]) for name in good)
-        labels = (f"{label} by {joined_names(names)}" for label, names in sorted(graders.items()))
-        say(f"graded {n_good} answers: {100 * round(mean, 4):.1f} % {', '.join(labels)} (mean over "
-            f"tasks); {sum(failures[name] for name in good)} with a failure")
+def reference_failed(fields):
+    """Whether the fields of a graded record say that the task's own reference fails."""
+    texts = [fields.get("failure", ""), *fields.get("tests", {}).values()]
+    return any(text.startswith(("the reference: ", "no expected value: ")) for text in texts)
+
+
+def print_mean_reward(graded):
+    """Prints the mean over tasks, as evaluate.py does. graded: see grade()."""
+    broken = {name for name, _, fields in graded if reference_failed(fields)}
+    rewards, labels, failures = collections.defaultdict(list), set(), 0
+    for name, label, fields in graded:
+        labels.add(f"{label} by {fields.get('reward_by', 'own rules')}")
+        if name not in broken:
+            rewards[name].append(fields["reward"])
+            failures += "failure" in fields
+    n_good = sum(map(len, rewards.values()))
+    if rewards:
+        mean = statistics.fmean(map(statistics.fmean, rewards.values()))
+        say(f"graded {n_good} answers: {100 * round(mean, 4):.1f} % {', '.join(sorted(labels))} "
+            f"(mean over tasks); {failures} with a failure")
     if broken:
-        n_broken = sum(map(len, rewards.values())) - n_good
-        say(f"warning: left out of this mean are {n_broken} answers to {len(broken)} tasks whose "
-            "own reference fails; drop them by colbench.py check")
+        say(f"warning: left out of this mean are {len(graded) - n_good} answers to {len(broken)} "
+            "tasks whose own reference fails; drop them by colbench.py check")
 
 
 def check(args, emit):
@@ -1849,7 +1868,8 @@ def check(args, emit):
 
 def main(args):
     try:
-        {"grade": grade, "check": check}[args.command](args, open_stdout())
+        command = grade if args.command == "grade" else check
+        command(args, open_stdout())
     except GraderError as e:
         fail(e)
 

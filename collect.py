@@ -45,7 +45,7 @@ from urllib.parse import parse_qsl
 from urllib.request import getproxies
 
 from colbench import (ANSWER, ENVIRONMENTS, OUTPUT, RECORD, RENDER_FAILED_REPLY, Episode, Renderer,
-                      RenderError, answered, check_prompts, check_shape, cpus, environment,
+                      RenderError, Seen, answered, check_prompts, check_shape, cpus, environment,
                       human_prompt, message_texts, own_words, read_records, redact, settings,
                       task_id, task_kind, without_thinking)
 
@@ -959,7 +959,7 @@ def fingerprint(who):
 def finished_episodes(path, tasks):
     """Returns (file, {(task id, sample): texts}, [settings]) of the --resume file.
 
-    Removes a truncated last line, and locks the file until it is closed. tasks: see read_records.
+    Removes a truncated last line, and locks the file until it is closed. tasks: see Seen.
     """
     done, different = {}, []
     with fail_on_error(f"--resume {path}"):
@@ -969,7 +969,7 @@ def finished_episodes(path, tasks):
     complete_last_line(f)
     if not os.path.getsize(path):  # read_records would refuse an empty file
         return f, done, different
-    for r in read_records(f, "sample", source=path, tasks=tasks):
+    for r in read_records(f, "sample", source=path, seen=Seen(tasks)):
         done[task_id(r["task"]), r["sample"]] = message_texts(r.get("dialogue_history", ()))
         meta = r.get("meta", {})
         meta = settings(meta.get("candidates", meta))  # if add_candidates wrote it
@@ -1000,7 +1000,7 @@ def read_jobs(args, done, tasks):
     too, but a dialogue must be the one that the file has.
     """
     taken = set()  # (task id, sample) of stdin
-    for record in read_records(sys.stdin, tasks=tasks):
+    for record in read_records(sys.stdin, seen=Seen(tasks)):
         task, name = record["task"], task_id(record["task"])
         record["task"] = {"kind": task_kind(task), **task, "id": name}
         k, start = args.k, 0

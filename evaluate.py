@@ -41,8 +41,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from colbench import (agent_messages, comparable, environment, joined_names, read_records, settings,
-                      task_id, task_kind)
+from colbench import (Seen, agent_messages, environment, read_records, settings, task_id,
+                      task_kind)
 
 COUNTS = "turns", "tokens"  # the metrics that are counts, not shares
 # settings in `meta` that systems should share: all of collect.py's but the agent's and the seed
@@ -251,9 +251,9 @@ def notes(systems, results, metrics):
     graders = set(chain(*(system.graders for system in systems)))
     parts = [interval_note(results, metrics)]
     if graders:
-        parts.append(f"graded by {joined_names(graders)}")
+        parts.append(f"graded by {' and '.join(sorted(graders))}")
     parts += task_notes(systems)
-    if not comparable(graders):
+    if len(graders) > 1:
         parts.append("NOT COMPARABLE: different graders")
     lines = ["; ".join(parts)]
     if differ := different_conditions(systems):
@@ -328,13 +328,13 @@ def named_systems(args):
         if name in files_of:
             fail(f"two systems are named {name!r}; rename one with NAME=FILE")
         files_of[name] = files
-    tasks = {}  # of all systems, see read_records
+    tasks = {}  # of all systems, see colbench.Seen
     return [read_system("stdin" if name == "-" else name, files, tasks)
             for name, files in files_of.items()]
 
 
 def read_system(name, files, tasks):
-    """Returns the System of these files. tasks: of all systems, see read_records."""
+    """Returns the System of these files. tasks: of all systems, see colbench.Seen."""
     system = System(name, files)
     episodes = []                # [Episode]
     settings_of = {}             # {Episode: settings}
@@ -365,14 +365,13 @@ def read_system(name, files, tasks):
 
 
 def read_files(files, tasks):
-    """Yields (file, record) of all records of a system. tasks: of all systems, see read_records."""
-    episodes = {}  # of all files, see read_records
+    """Yields (file, record) of all records of a system. tasks: of all systems, see colbench.Seen."""
+    seen = Seen(tasks)
     for path in files:
         source = "stdin" if path == "-" else path
         with fail_on_error(source):
             stream = sys.stdin if path == "-" else open(path, encoding="utf-8")
-        for record in read_records(stream, "dialogue_history", "reward", source=source, tasks=tasks,
-                                   episodes=episodes):
+        for record in read_records(stream, "dialogue_history", "reward", source=source, seen=seen):
             yield source, record
 
 

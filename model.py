@@ -73,8 +73,8 @@ from transformers import (AttentionInterface, AutoConfig, AutoModelForCausalLM, 
                           GenerationConfig)
 from transformers.utils import logging
 
-from colbench import (HIDDEN, check_opening, comparable, hidden_information, read_records, task_id,
-                      task_kind, with_hidden)
+from colbench import (HIDDEN, check_opening, hidden_information, read_records, task_id, task_kind,
+                      with_hidden)
 from utils import (RANK, WORLD, add_warning, barrier, changed_scripts, digest, drop_checkpoints,
                    exhausted_memory, fail, fail_on_error, print_warnings, progress, refuse_pointer,
                    rng, rows_of, say, sum_over_ranks, writing)
@@ -500,7 +500,7 @@ def trajectory_pairs(trajectories, min_gap):
     for t in trajectories:
         names = graders.setdefault(t.task, set())
         names.add(t.record.get("reward_by"))
-        if not comparable(names):
+        if len(names) > 1:
             add_warning("trajectories are paired by rewards of different graders: grade all "
                         "episodes alike (colbench.py grade)", f"the task {t.task}")
     print_warnings()

@@ -63,8 +63,8 @@ def test_twenty_questions_go_through_all_scripts(repo, monkeypatch):
     graded, told = run("colbench.py", "grade", stdin=played)
     found = [float(r["answer"].strip() == r["task"]["ground_truth"]) for r in graded]
     assert [r["reward"] for r in graded] == found and 0 < sum(found) < len(found) == 48
-    assert f"48 answers: {100 * sum(found) / 48:.1f} % words found by own rules (mean over " \
-        "tasks); 0 with a" in told
+    mean = f"{100 * sum(found) / 48:.1f} % words found by own rules (mean over tasks)"
+    assert f"48 answers: {mean}; 0 with a" in told
 
     train = ["--model", "tiny", "--epochs", 1, "--lr", 1e-4, "--out"]
     scored, _ = run("train_critic.py", *train, "critic", stdin=graded)

@@ -155,7 +155,7 @@ def test_systems_that_have_nothing_in_common(run):
     names = ("success", "success_95", "tests_passed", "tests_passed_95", "wins", "wins_95")
     assert b["minus_first"] == {"first": "a", "tasks": 0, **dict.fromkeys(names)}
     assert [r["reward_by"] for r in (a, b)] == [["honest rules"], ["official rules"]]
-    assert table.endswith("honest rules, official rules; NO COMMON TASK with a: b; NOT COMPARABLE: "
+    assert table.endswith("honest rules and official rules; NO COMMON TASK with a: b; NOT COMPARABLE: "
                           "different graders\n")
 
 
@@ -244,11 +244,9 @@ def test_rewards_of_another_python_are_noted(run):
     of = lambda *by: [episode(str(i), 1, by=name) for i, name in enumerate(by)]
     old, new = "honest rules, Python 3.11", "honest rules, Python 3.12"
     for a, b, label, differ in (
-            ([old, old], [new, new], f"{old}, Python 3.12", True),
-            ([old, old], [old, f"{old}, numpy 2.4"], f"{old}, numpy 2.4", False),
-            ([old, f"{old}, numpy 2.3"], [old, f"{old}, numpy 2.4"],
-             f"{old}, numpy 2.3, numpy 2.4", True),
-            (["honest rules"] * 2, [old, old], old, False)):  # of an older version
+            ([old, old], [new, new], f"{old} and {new}", True),
+            ([old, old], [old, old], old, False),
+            (["honest rules"] * 2, [old, old], f"honest rules and {old}", True)):  # unknown
         _, table = run("a.jsonl", "b.jsonl", a=of(*a), b=of(*b))
         note = "; NOT COMPARABLE: different graders" if differ else ""
         assert table.endswith(f"graded by {label}{note}\n")

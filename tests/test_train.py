@@ -373,8 +373,8 @@ def test_rewards_of_two_graders_and_candidates_of_other_weights_are_noted(ranked
     ranked[0]["reward_by"] = "another grader"
     assert note in notes(ranked, *mixed) and note not in notes(ranked)
     for r in ranked:
-        r["reward_by"] = "honest rules, Python 3.11" + (", numpy 2.4" if r["sample"] else "")
-    assert note not in notes(ranked, *mixed)  # only some answers have numpy
+        r["reward_by"] = "honest rules, Python 3.11"
+    assert note not in notes(ranked, *mixed)
     ranked[1]["reward_by"] = "honest rules, Python 3.12"
     assert note in notes(ranked, *mixed)
 

@@ -13,7 +13,7 @@ from collections import Counter
 
 import toy  # also makes the scripts importable
 import colbench
-from colbench import (ANSWER, PAGE_LIMITS, RENDER_FAILED_REPLY, Environment, Pages, Renderer,
+from colbench import (ANSWER, PAGE_LIMITS, RENDER_FAILED_REPLY, Pages, Renderer,
                       extract_page, fill, hidden_information)
 from utils import flag, rng, run
 
@@ -223,9 +223,8 @@ class Blocks(Pages):
     """The environment for pages, with `similarity` as the reward instead of CLIP."""
 
     def __init__(self, args):
-        Environment.__init__(self, args)
         self.reward_by, self.likeness = "blocks", similarity
-        self.renderer = self.enter_context(Renderer(args.workers, BLOCKS))
+        self.renderer = Renderer(args.workers, BLOCKS)
 
 
 # --- command line ---------------------------------------------------------------------------------
