@@ -652,7 +652,8 @@ class Endpoint:
         """
         try:
             reply = await self.client.post(path, cast_to=object, body={**self.body, **body})
-            self.usage.update(replies=1, **reported_tokens(reply))
+            tokens = reported_tokens(reply)
+            self.usage.update(replies=1, reported=bool(tokens), **tokens)
             result = parse(reply)
             self.has_answered = True
             return result
@@ -1164,9 +1165,18 @@ def print_summary(args, runner, n_done):
         text += f": {'; '.join(facts)}"
     say(text)
     for role, server in runner.servers.items():
-        requests = counted(server.usage["replies"], "request")
-        say(f"{role}: {requests}, {server.usage['prompt_tokens']} prompt tokens, "
-            f"{server.usage['completion_tokens']} completion tokens")
+        say(f"{role}: {tokens_used(server.usage)}")
+
+
+def tokens_used(usage):
+    """Returns a text of an Endpoint's counts, without tokens that its server does not report."""
+    text = counted(usage["replies"], "request")
+    if not usage["reported"]:
+        return f"{text}; the server reports no tokens"
+    if usage["reported"] < usage["replies"]:
+        text += f", of which {usage['reported']} report their tokens"
+    return (f"{text}, {usage['prompt_tokens']} prompt tokens, {usage['completion_tokens']} "
+            "completion tokens")
 
 
 def counted(number, noun):

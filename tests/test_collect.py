@@ -705,9 +705,10 @@ def test_the_summary_has_no_clause_that_is_zero(totals, done, want, capsys):
     args = collect.get_args(["--model", "m", "--max_tokens", "9"])
     servers = {}
     if "redacted" in totals:
-        usage = Counter(redacted=totals.pop("redacted"), replies=5, prompt_tokens=7)
+        usage = Counter(redacted=totals.pop("redacted"), replies=5, reported=4, prompt_tokens=7)
         servers, want = {"human": SimpleNamespace(usage=usage)}, (
-            f"{want}\nhuman: 5 requests, 7 prompt tokens, 0 completion tokens")
+            f"{want}\nhuman: 5 requests, of which 4 report their tokens, 7 prompt "
+            "tokens, 0 completion tokens")
     collect.print_summary(args, SimpleNamespace(totals=Counter(totals), servers=servers), done)
     assert capsys.readouterr().err == want + "\n"
 

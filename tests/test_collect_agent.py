@@ -256,8 +256,10 @@ def test_a_server_plays_the_agent_and_the_human_and_sees_only_what_they_may(
             assert history[t] == want
         assert ("cut" in str(history)) == any("cut" in m for m in agent_messages(r))
     assert any("cut" in m for r in played for m in agent_messages(r)[:-1])  # shown to the human
-    counts = {role: f"{role}: {collect.counted(n, 'request')}, {100 * n * usage} prompt tokens, "
-              f"{tokens[role] * usage} completion tokens" for role, n in both.n_replies.items()}
+    counts = {role: f"{role}: {collect.counted(n, 'request')}" for role, n in both.n_replies.items()}
+    for role, n in both.n_replies.items():
+        counts[role] += (f", {100 * n} prompt tokens, {tokens[role]} completion tokens" if usage
+                         else "; the server reports no tokens")
     assert said.endswith(f"\n{counts['human']}\n{counts['agent']}\n")
     for r in played:
         r["reward"] = 0.0
