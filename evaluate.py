@@ -22,12 +22,11 @@ An episode that failed has no record. A run's first record lists what the run wa
 is there, the table says how many episodes are missing, and `success_bounds` what success would be
 if none, and if all, of these were solved.
 
-The sections below: systems and the metrics of their episodes; means and intervals, where the
-method is; the table; the notes below it; reading the files, and which episodes are missing.
-
 Left out on purpose: intervals over episodes, which are too narrow because episodes of a task are
 alike; and p-values, because a difference's interval shows its size as well as its significance.
 """
+# The sections: metrics of episodes and tasks; means and intervals; the table; the notes below it;
+# reading the files, and which episodes are missing.
 from utils import fail, fail_on_error, open_stdout, parser, private_copy, run, say, version
 
 import json
