@@ -305,7 +305,7 @@ def missing_note(system):
 
 # --- reading the files, and which episodes are missing --------------------------------------------
 
-class Episode(NamedTuple):
+class EpisodeKey(NamedTuple):
     """What identifies an episode of a system."""
     file: str
     seed: int
@@ -335,15 +335,15 @@ def named_systems(args):
 def read_system(name, files, tasks):
     """Returns the System of these files. tasks: of all systems, see colbench.Seen."""
     system = System(name, files)
-    episodes = []                # [Episode]
-    settings_of = {}             # {Episode: settings}
+    episodes = []                # [EpisodeKey]
+    settings_of = {}             # {EpisodeKey: settings}
     asked_of = {}                # {asked_hash: {task id: samples}}, see collect.asked_fields
     runs = set()                 # {(file, seed, asked_hash)}
     metrics = defaultdict(list)  # {task id: [{metric: value} of each episode]}
     for file, record in read_files(files, tasks):
         meta, task = record.get("meta", {}), task_id(record["task"])
         made_with = settings(meta)
-        episode = Episode(file, made_with.pop("seed", 0), task, record.get("sample"))
+        episode = EpisodeKey(file, made_with.pop("seed", 0), task, record.get("sample"))
         if "sample" in record and settings_of.setdefault(episode, made_with) != made_with:
             fail(f"{file} has episodes of two systems, such as sample {record['sample']} "
                  f"of the task {task}: split it (two seeds: NAME=FILE,FILE)")
@@ -364,7 +364,7 @@ def read_system(name, files, tasks):
 
 
 def read_files(files, tasks):
-    """Yields (file, record) of all records of a system. tasks: of all systems, see colbench.Seen."""
+    """Yields (file, record) of a system's records. tasks: of all systems, see colbench.Seen."""
     seen = Seen(tasks)
     for path in files:
         source = "stdin" if path == "-" else path
@@ -385,7 +385,7 @@ def asked_episodes(episodes, runs, asked_of):
         if asked_hash not in asked_of:
             return None
         for task, samples in asked_of[asked_hash].items():
-            asked |= {Episode(file, seed, task, sample) for sample in samples}
+            asked |= {EpisodeKey(file, seed, task, sample) for sample in samples}
     if len(set(episodes)) < len(episodes) or not asked.issuperset(episodes):
         return None
     return asked

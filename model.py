@@ -443,12 +443,12 @@ def read_trajectories(args, *fields, pi_reads_c, ref_reads_c):
             if len(tokenizer) > config.vocab_size:
                 check_vocabulary(turns, config.vocab_size, name)
             read = []
-            for fields, (turn, ref_turn) in zip(actions, turns):
+            for action, (turn, ref_turn) in zip(actions, turns):
                 if len(turn.prompt) + len(turn.action) > longest:
                     add_warning(f"turns exceed {longest} tokens (--max_length or --model's limit): "
                                 "they get no score, and their trajectories no pairs", name)
                     turn = ref_turn = None
-                read.append(Action(fields, turn, ref_turn))
+                read.append(Action(action, turn, ref_turn))
             trajectory.actions.append(read)
     print_warnings()
     return trajectories
@@ -562,7 +562,10 @@ def turns_in(pairs):
 
 
 def all_batches(groups, batch_size, epochs, seed):
-    """Returns all batches of a run. Each epoch shuffles the groups, and keeps each together."""
+    """Returns all batches of a run. Each epoch shuffles the groups; a group's pairs stay adjacent.
+
+    A batch may begin or end within a group.
+    """
     batches = []
     for epoch in range(epochs):
         order = list(groups)
@@ -797,7 +800,11 @@ def read_weights(path, dtype, train):
 
 
 def shard(model, dtype, args, train):
-    """Shards the model with FSDP2, to compute in dtype and to sum gradients in fp32."""
+    """Compiles and recomputes layers as the flags say, then shards them with FSDP2.
+
+    They compute in dtype, and gradients are summed in fp32. Nothing is sharded on one rank that
+    has nothing to cast or to offload.
+    """
     model.dtype = dtype
     gpu = model.device.type == "cuda"
     recompute, compiled = args.recompute, args.compile
@@ -1264,11 +1271,11 @@ def save_checkpoint(model, optimizer, out, step):
     barrier()  # so that no rank ends the program while rank 0 still writes
 
 
-def load_checkpoint(model, optimizer, log):
-    """Loads the last checkpoint in the folder of a Log, if there is one; removes all others."""
-    drop_checkpoints(log.out, keep=log.step)  # a kill may leave others, or partial ones
-    if log.step:
-        path = os.path.join(log.out, f"checkpoint-{log.step}")
+def load_checkpoint(model, optimizer, directory):
+    """Loads the last checkpoint of a RunDirectory, if it has one; removes all others."""
+    drop_checkpoints(directory.out, keep=directory.step)  # a kill may leave others, or partial ones
+    if directory.step:
+        path = os.path.join(directory.out, f"checkpoint-{directory.step}")
         with fail_on_error(f"{path} is damaged; choose another --out to start over", parses=True):
             weights, moments, tensors = training_state(model, optimizer)
             dcp.load(tensors, storage_reader=dcp.HuggingFaceStorageReader(path))

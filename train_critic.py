@@ -114,10 +114,10 @@ def train(args, device):
     """
     directory = RunDirectory(args)
     trajectories, shared = kept_and_shared(lambda: prepare(args))
-    ref_turn_of, pairs_of, held_out = shared
-    groups = list(pairs_of.values())
+    ref_turn_of, pairs_of_task, held_out = shared
+    groups = list(pairs_of_task.values())
     batches = all_batches(groups, args.batch_size, args.epochs, args.seed)
-    directory.begin(groups, held_out, len(batches), tasks=list(pairs_of),
+    directory.begin(groups, held_out, len(batches), tasks=list(pairs_of_task),
                     **model_facts(args, device))
     if directory.finished:
         return trajectories, *load_critic(args, args.out, ref_turn_of, device)
@@ -196,16 +196,21 @@ def main(args):
 
 def print_pair_accuracy(args, trajectories, logps, ref_logps):
     """Prints the accuracy on the trajectory pairs of tasks that the critic was not trained on."""
-    folder = args.out or args.score  # None for the untrained critic
-    trained_on = set(rows_of(folder)[0].get("tasks", [])) if folder else set()
+    trained_on = set()
+    if not args.untrained:
+        trained_on.update(rows_of(args.out or args.score)[0].get("tasks", ()))
     unseen = [t for t in trajectories if "reward" in t.record and t.task not in trained_on]
-    pairs = list(chain(*trajectory_pairs(unseen, args.min_gap).values()))
+    pairs_of_task = trajectory_pairs(unseen, args.min_gap)
+    pairs = list(chain(*pairs_of_task.values()))
     if not pairs:
+        say("no pair accuracy: no task that the critic was not trained on has a pair of "
+            "trajectories, such as a solved and an unsolved one")
         return
     _, metrics = batch_loss(args, pairs, logps, ref_logps)
     kind = "solved/unsolved" if args.min_gap is None else f"at least {args.min_gap} apart"
-    say(f"held-out pair accuracy {100 * metrics['accuracy']:.1f} % ({len(pairs)} pairs {kind}, "
-        f"{len({t.task for t in unseen})} tasks the critic was not trained on)")
+    few = ", few to judge by" if len(pairs) < 100 else ""
+    say(f"pair accuracy {100 * metrics['accuracy']:.1f} % ({len(pairs)} pairs {kind}{few}, of "
+        f"{len(pairs_of_task)} tasks that the critic was not trained on)")
     if metrics["accuracy"] < 2 / 3:
         say("warning: this is below two thirds; a policy trained on these advantages may get "
             'worse: try another critic (README, "Should I train the critic?")')

@@ -187,15 +187,12 @@ def make_groups(args, trajectories):
                 for (task, _), group in by_task(trajectories).items()]
     if args.loss == "mtdpo":
         return list(trajectory_pairs(trajectories, args.min_gap).items())
-    groups, weights = [], base_digest(args.model)
+    groups = []
     for t in sorted(trajectories, key=Trajectory.sort_key):
         pairs = [pair for _, *candidates in t.actions for pair in candidate_pairs(args, candidates)]
         groups.append((t.task, pairs))
-        meta = t.record.get("meta", {})
-        meta = meta.get("candidates", meta)  # candidates that collect.py added later have their own
-        if pairs and meta.get("model_weights", weights) != weights:
-            add_warning("episodes have candidates that were not sampled from --model, which is "
-                        "pi_ref", f"the task {t.task}")
+        if pairs:
+            warn_of_another_model(t, base_digest(args.model))
     print_warnings()
     if args.mix:
         n_pairs = args.mix * sum(len(pairs) for _, pairs in groups)
@@ -225,8 +222,18 @@ def candidate_pairs(args, candidates):
              if value(chosen) > value(rejected) and not chosen.fields.get("cut")]
     # seeded by the candidates' token ids, not by the order of the records
     rng("pairs", args.seed, *(c.turn.action for c in ranked)).shuffle(pairs)
-    distinct = {pair[:2]: pair for pair in pairs if pair.chosen != pair.rejected}
+    distinct = {(pair.chosen, pair.rejected): pair for pair in pairs
+                if pair.chosen != pair.rejected}
     return list(distinct.values())[:args.pairs_per_turn]
+
+
+def warn_of_another_model(trajectory, weights):
+    """Warns if candidates were sampled from other weights than pi_ref's. weights: their hash."""
+    meta = trajectory.record.get("meta", {})
+    meta = meta.get("candidates", meta)  # candidates that collect.py added later have their own
+    if meta.get("model_weights", weights) != weights:
+        add_warning("episodes have candidates that were not sampled from --model, which is pi_ref",
+                    f"the task {trajectory.task}")
 
 
 def groups_to_mix(args, trajectories, n_pairs):

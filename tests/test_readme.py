@@ -458,4 +458,4 @@ def test_the_orders(folder, monkeypatch):
     results = records((seed.parent / "results.jsonl").read_text())
     assert [r["system"] for r in results] == ["base", "eq3-mix1", "eq3@0.1", "untrained-mix1",
                                               "untrained@0.1"]
-    assert said.count("held-out pair accuracy") == 2
+    assert said.count("pair accuracy") == 2

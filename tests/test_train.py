@@ -322,7 +322,7 @@ def test_a_finished_critic_finds_its_reference_and_takes_no_other(rewarded, tiny
     done = succeed("train_critic.py", *flags, stdin=rewarded, cwd=tmp_path / "runs")
     first = records(done.stdout)
     assert any(x["advantage"] for r in first for x in actions(r))
-    assert "held-out pair accuracy" in done.stderr
+    assert "pair accuracy" in done.stderr
     moved = shutil.move(tmp_path / "runs", tmp_path / "moved")
     base, out = Path(moved, "base"), Path(moved, "c")
     score = ["train_critic.py", "--score", out]
@@ -908,15 +908,28 @@ def test_pair_accuracy_is_that_of_a_plain_loop_over_pairs(tmp_path, capsys):
                        for n, (task, high, a) in enumerate(values) for other, low, b in values
                        if task == other and (first.get(task) == n and low < 1 if least is None
                                              else high - low > least - 0.01)]
-            args = SimpleNamespace(out=out, score=score, min_gap=least, beta=1.0, nll_coef=0.0)
+            args = SimpleNamespace(out=out, score=score, untrained=not (out or score),
+                                   min_gap=least, beta=1.0, nll_coef=0.0)
             train_critic.print_pair_accuracy(args, given, logps, ref)
             share = sum(correct) / len(correct)
             said = capsys.readouterr().err
             kind = "at least 0.3 apart" if least else "solved/unsolved"
-            n = len({task for task, _, _ in values})
-            assert (f"held-out pair accuracy {100 * share:.1f} % ({len(correct)} pairs {kind}, {n} "
-                    "tasks the critic was not trained on)") in said
+            few = ", few to judge by" if len(correct) < 100 else ""
+            n = len({task for k, (task, high, _) in enumerate(values) for other, low, _ in values
+                     if task == other and (first.get(task) == k and low < 1 if least is None
+                                           else high - low > least - 0.01)})
+            assert (f"pair accuracy {100 * share:.1f} % ({len(correct)} pairs {kind}{few}, of {n} "
+                    "tasks that the critic was not trained on)") in said
             assert ("below two thirds" in said) == (share < 2 / 3)
+
+
+def test_a_critic_without_pairs_to_judge_it_by_says_so(capsys):
+    given, logps, ref = scored_trajectories(random.Random(0), 9)
+    args = SimpleNamespace(out=None, score=None, untrained=1, min_gap=None, beta=1.0, nll_coef=0.0)
+    for t in given:
+        t.record["reward"] = 0.5
+    train_critic.print_pair_accuracy(args, given, logps, ref)
+    assert capsys.readouterr().err.startswith("no pair accuracy: no task that the critic")
 
 
 def test_an_edited_value_of_a_trajectory_is_that_of_the_loss_and_of_both_accuracies(data, command,
@@ -936,7 +949,7 @@ def test_an_edited_value_of_a_trajectory_is_that_of_the_loss_and_of_both_accurac
         out = tmp_path / f"out{len(found)}"
         done = succeed(script_file, *command("critic", out)[1:], stdin=data)
         *_, last, _ = metrics(out)
-        printed = re.search(r"held-out pair accuracy (.*?) % \((\d+) pairs", done.stderr)
+        printed = re.search(r"pair accuracy (.*?) % \((\d+) pairs", done.stderr)
         assert printed[1] == f"{100 * last['held_out_accuracy']:.1f}"
         assert int(printed[2]) == metrics(out)[0]["held_out_pairs"]
         again = succeed(script_file, "--score", out, stdin=data)

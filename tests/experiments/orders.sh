@@ -59,4 +59,4 @@ run_in_parallel "$SEEDS" "$PARTS"
 for p in $PARTS; do
   table $(rows $p "$SEEDS" $(cd runs/seed${SEEDS%% *}/$p && ls test-* | sed 's/test-\|.jsonl//g'))
 done
-grep -o "held-out pair accuracy [^,]*" runs/seed*/*/*.log >&2
+grep -oE "(no )?pair accuracy [^,]*" runs/seed*/*/*.log >&2
