@@ -99,7 +99,8 @@ def test_a_solved_episode_with_advantages_then_ctrl_d(rewarded, tasks, tiny_dir,
             Terminal("--model", tiny_dir, "--engine", server.url, "--critic", folder / "critic",
                      "--concurrency", 8, stdin=stdin, stdout=stdout) as t:
         seen = t.read("you    ")
-        assert one["problem_description"] in seen and one["ground_truth"] in seen
+        seen_words = " ".join(seen.split())  # lines are wrapped at the terminal's width
+        assert one["problem_description"] in seen_words and one["ground_truth"] in seen_words
         assert "agent  which ?[31m rate?\n" in seen and two["ground_truth"] not in seen
         t.type("\n größe x\x7f4 \n")  # an empty reply; then one with a backspace
         end, n = t.read("Enter: "), len(one["test_cases"])
