@@ -218,10 +218,14 @@ def names_in(trees):
     return names
 
 
+def inner_codes(code):
+    """Returns the codes of functions, classes and comprehensions within some code."""
+    return [constant for constant in code.co_consts if isinstance(constant, types.CodeType)]
+
+
 def used_names(code):
     """Returns the names that some code uses, but for the local variables of its functions."""
-    inner = (x for x in code.co_consts if isinstance(x, types.CodeType))
-    return {*code.co_names}.union(*map(used_names, inner))
+    return {*code.co_names}.union(*map(used_names, inner_codes(code)))
 
 
 def is_stub(node):
@@ -252,11 +256,12 @@ def later_definitions(programs, tests):
     functions = [node for node in statements if isinstance(node, FUNCTIONS)]
     imports = [node for node in statements if isinstance(node, IMPORTS)]
     called = set(re.findall(r"(\w+)\(", "\n".join(tests)))
-    used = called | used_names(compile_statements(functions, programs[0][1]))
+    inner = [part for _, code in programs for part in inner_codes(code) if part.co_name[0] != "<"]
+    used = called.union(*map(used_names, inner))  # by tests, functions and classes
     for node in reversed(statements):  # a variable is assigned before another one uses it
         if isinstance(node, _ast.Assign) and used & names_in(node.targets):
             used |= names_in([node])
-    variables = used - {node.name for node in functions} - names_in(imports) - {*dir(builtins)}
+    variables = used - {node.name for node in functions} - names_in(imports) - {*vars(builtins)}
 
     def defines(node):
         if isinstance(node, FUNCTIONS):
@@ -362,17 +367,10 @@ def run_test(programs, test, official):
         return f"refused {type(e).__name__}: {e}"
 
 
-def reopen_streams():
-    """Opens the standard streams again, because an earlier test may have closed them."""
-    streams = [open(fd, mode, closefd=False) for fd, mode in enumerate("rww")]
-    sys.stdin, sys.stdout, sys.stderr = streams
-    sys.__stdin__, sys.__stdout__, sys.__stderr__ = streams
-
-
 def run_tests(request, result_fd):
     """Runs the tests of a request {text, tests, official}; writes a result for each."""
     text, official = request["text"], request["official"]
-    error, uses_streams = None, re.search("std(in|out|err)", text)
+    error = None
     try:
         if official:
             programs = [(text, compile(text, "<answer>", "exec"), None)]
@@ -384,8 +382,6 @@ def run_tests(request, result_fd):
         try:
             if error is not None:
                 raise error
-            if uses_streams:
-                reopen_streams()
             result = run_test(programs, test, official)
         except BaseException as e:  # also SystemExit and KeyboardInterrupt
             missing = f": {e.name}" if type(e) is ModuleNotFoundError else ""
@@ -480,7 +476,8 @@ def serve(control, bpf, modules):
         zoneinfo = sys.modules["zoneinfo"]
         zoneinfo.kept = [zoneinfo.ZoneInfo(name) for name in zoneinfo.available_timezones()]
     devnull, server = os.open(os.devnull, os.O_RDWR), os.getpid()
-    text = "def f(x): return [x, 0.5, 'a', {'b': (x, None)}]"  # warms up caches for all children
+    # two blocks of an answer, which warm up caches for all children
+    text = "```\ndef f(x): return [x, 0.5, 'a', {'b': (x, None)}]\n```\n```\nT = f(3)\n```"
     run_tests({"text": text, "tests": ["f(1)", "g(2)"], "official": False}, devnull)
     gc.freeze()  # else garbage collection in a child would copy all shared memory pages
     with contextlib.suppress(ConnectionError):  # the grader has exited
@@ -1280,7 +1277,7 @@ class ForkServer:
                 socket.send_fds(self.control, [b"f"], [child_end.fileno(), file.fileno()])
             result_socket.settimeout(600)
             status = result_socket.recv(LIMITS["result"]).decode("ascii", "replace")
-            if not status.startswith("confined "):  # the child sends it before it reads the request
+            if not status.startswith("confined "):  # sent before the child reads the request
                 cause = status or "it ended"
                 raise OSError(f"a child did not start, or could not confine itself: {cause}")
             results, time_used = [], stopwatch(int(status.split()[1]))
@@ -1337,7 +1334,7 @@ CHANGES_STATE = re.compile(r"""
     | \b(signal|alarm|tzset)\(
     | \b(environ|putenv|chdir|getcontext|filterwarnings|simplefilter|basicConfig|addHandler)\b
     | \b(add_type|field_size_limit|global_assumptions|__dict__|__builtins__)\b
-    | \bsys\.(path|meta_path|modules|argv)\. | \bdel\ \w+\.
+    | \bsys\.(path|meta_path|modules|argv)\. | std(in|out|err) | \bdel\ \w+\.
     """, re.X)
 # A reference or test that may be random or depend on memory addresses runs with RERUNS seeds.
 MAY_BE_RANDOM = re.compile(r"rand|secrets|uuid|tempfile|\bid\(|\bhash\(")

@@ -88,8 +88,8 @@ PROGRAM = ['"""Doubles."""', "from __future__ import annotations", "import math;
            "def half(x: no_such_type):\n    return x / 2", "count = globals().get('count', 0) + 1",
            "def counts(y):\n    global decorated\n"
            "    decorated = globals().get('decorated', 0) + 1\n    return y",
-           "def fails(y):\n    global failed\n    failed = globals().get('failed', []) + [y.__name__]\n"
-           "    1 / 0",
+           "def fails(y):\n    global failed\n"
+           "    failed = globals().get('failed', []) + [y.__name__]\n    1 / 0",
            "@counts\n@counts\ndef one(): pass", "@counts\nclass Two:\n    def g(self): pass",
            "@ (\n    counts)\nasync def three(): pass",
            "failed = globals().get('failed', [])",
@@ -157,11 +157,13 @@ def test_what_is_code_is_settled_before_any_of_it_runs(grader, answer, reward):
 
 DOUBLES, TABLE = "def f(x):\n    return T[x]", "T = {}\nfor i in range(99):\n    T[i] = 2 * i"
 STUBS = ["...", "pass", "'Doubles.'", "'Doubles.'\n    ...", "raise NotImplementedError"]
-STUBS = [f"{before}def f(x):\n    {body}" for body in STUBS for before in ("", "async ", "@print\n")]
+STUBS = [f"{start} f(x):\n    {body}" for body in STUBS
+         for start in ("def", "async def", "@print\ndef")]
 USAGES = [  # what may follow a function, and must not cost it its reward
     "while True: pass", "import time\nwhile True:\n    print(f(2))\n    time.sleep(60)",
     "for i in range(10 ** 12): f(i)",
     "import timeit\nt = timeit.timeit(lambda: f(5), number=10 ** 12)",
+    "import timeit\nk = 3\nprint(timeit.timeit(lambda: f(k), number=10 ** 12))",
     "results = []\nfor i in range(10 ** 12):\n    results.append(f(i))",
     "result = [f(i) for i in range(10 ** 12)]\nassert result", "assert f(2) == 5, 'no'",
     "n = int(input())\nprint(f(n))", "def main():\n    while True: f(2)\nmain()",
@@ -183,9 +185,10 @@ LATER = [  # blocks that need one another, and the reward
       "try:\n    import numpy as np\nexcept ImportError:\n    np = 0"), 1),
     (("def f(x): return g(x)", "try:\n    from nosuch import g\nexcept ImportError:\n"
       "    def g(x): return 2 * x"), 1),
-    (("import sys", "print(f(1))", "k = 1\nfor i in range(1): k += 1", "def f(x): return k * x"), 1),
+    (("print(f(1))", "k = 1\nfor i in range(1): k += 1", "def f(x): return k * x"), 1),
     ((WRONG, "f = lambda x: 2 * x"), 1), ((RIGHT, "f = lambda x: 3 * x"), 0),
-    ((RIGHT, "import functools\nf = functools.cache(f)"), 1), (("f = lambda x: 2 * x", STUBS[0]), 1),
+    ((RIGHT, "import functools\nf = functools.cache(f)"), 1),
+    (("f = lambda x: 2 * x", STUBS[0]), 1),
     ((STUBS[0], RIGHT), 1), ((STUBS[0], STUBS[3]), 0), ((WRONG, STUBS[0]), 0),
     ((f"{STUBS[0]}\n{RIGHT}",), 1), ((f"{RIGHT}\n{STUBS[0]}",), 0),  # one block is as it stands
     ((f"{RIGHT}\nwhile True: pass",), 0), ((RIGHT, f"{STUBS[0]}\n{WRONG}"), 0),
@@ -245,6 +248,19 @@ def released(reference, answer, tests):
         with contextlib.suppress(ValueError):  # arrays
             passed += bool(wanted == got and wanted is not None)
     return passed / len(tests)
+
+
+def test_official_rules_refuse_what_the_released_scorer_refuses(graders):
+    """A copy of its list: each word, wherever it stands, and nothing that is almost one."""
+    words = ("import os", "from os", "import sys", "from sys", "sudo", "transformers", "exit(",
+             "quit(", "argparse")
+    for word in words:
+        honest, official = (grader.grade(DOUBLE, f"{RIGHT}# {word}")["tests"]
+                            for grader in graders)
+        assert {*official.values()} == {f"not run: the official rules refuse {word!r}"}
+        assert {*honest.values()} == {"pass"}
+        almost = word.replace("(", "").upper() if "(" in word else word[:-1]
+        assert graders[1].grade(DOUBLE, f"{RIGHT}# {almost}")["reward"] == 1, almost
 
 
 def test_official_rules_give_the_released_scorers_verdicts(graders):

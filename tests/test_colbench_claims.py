@@ -152,6 +152,22 @@ def test_two_values_are_equal_where_python_says_so(form):
         assert (one == other is not None) == equal, (a, b)
 
 
+@pytest.mark.parametrize("kind, numbers", [
+    (datetime.timedelta, (1, 2, 3)), (datetime.datetime, (2024, 1, 2, 3, 4, 5, 6)),
+    (datetime.date, (2024, 1, 2)), (datetime.time, (1, 2, 3, 4)), (range, (1, 20, 3)),
+    (range, (0, 1, 1)), (complex, (1, 2)), (fractions.Fraction, (1, 2)),
+    (lambda *numbers: list(numbers), (1, 2, 3)), (lambda *numbers: tuple(numbers), (1, 2, 3)),
+    (lambda *numbers: dict(zip("abc", numbers)), (1, 2, 3)), (lambda *numbers: {*numbers}, (1, 5)),
+    (lambda a, b: {a: b}, (1, 2)), (lambda a: uuid.UUID(int=a), (3,)), (lambda a: str(a), (3,))])
+def test_each_part_of_a_value_counts(kind, numbers):
+    """Whichever is changed, by how much ever, the values are equal only where == says so."""
+    given = kind(*numbers)
+    for i, change in itertools.product(range(len(numbers)), (1, 2, 3)):
+        other = kind(*(n + change * (i == at) for at, n in enumerate(numbers)))
+        assert same(given, other) == (given == other), (given, other)
+        assert same(other, kind(*(n + change * (i == at) for at, n in enumerate(numbers))))
+
+
 def test_a_subclass_counts_as_its_base():
     """Where its own == is another."""
     one, two = collections.OrderedDict(a=1, b=2), collections.OrderedDict(b=2, a=1)

@@ -108,8 +108,13 @@ def test_a_signal_ends_a_program_at_once_and_nohup_ignores_ctrl_c(how, nohup):
         assert p.returncode == -(signal.SIGTERM if nohup else how)
 
 
-SCRIPTS = {"colbench.py": "grade", "collect.py": "--human fixed:no --model MODEL", "evaluate.py": "",
-           "train_critic.py": "--out OUT", "train_policy.py": "--out OUT"}
+def ctrl_c_as_usual():
+    """In a process that starts: it does not ignore Ctrl-C, as one in the background does."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+SCRIPTS = {"colbench.py": "grade", "collect.py": "--human fixed:no --model MODEL",
+           "evaluate.py": "", "train_critic.py": "--out OUT", "train_policy.py": "--out OUT"}
 
 
 @pytest.mark.parametrize("name", [name for name in SCRIPTS if name != "colbench.py"])
@@ -119,8 +124,8 @@ def test_ctrl_c_ends_a_script_that_is_still_importing_without_a_traceback(name, 
     for library in ("torch.py", "numpy.py"):
         (tmp_path / library).write_text(slow)
     with subprocess.Popen([sys.executable, name, *SCRIPTS[name].split()], cwd=ROOT, text=True,
-                          env={**os.environ, "PYTHONPATH": str(tmp_path)}, stdin=subprocess.DEVNULL,
-                          preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
+                          env={**os.environ, "PYTHONPATH": str(tmp_path)},
+                          preexec_fn=ctrl_c_as_usual, stdin=subprocess.DEVNULL,
                           stdout=subprocess.PIPE, stderr=subprocess.PIPE) as p:
         assert p.stdout.readline() == "loading\n"
         p.send_signal(signal.SIGINT)
@@ -133,7 +138,7 @@ def test_a_program_that_only_imports_ours_keeps_its_own_handling_of_ctrl_c(tmp_p
         f"import sys\nsys.path.insert(0, {ROOT!r})\nimport colbench, utils, signal\n"
         "assert signal.getsignal(signal.SIGINT) == signal.default_int_handler\n")
     subprocess.run([sys.executable, tmp_path / "other.py"], check=True,
-                   preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler))
+                   preexec_fn=ctrl_c_as_usual)
 
 
 CLOSED = {"<&-": "stdin is empty", ">&- < /dev/null": "stdout is closed", "<&- 2>&-": "",
