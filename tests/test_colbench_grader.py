@@ -695,7 +695,7 @@ def test_no_descriptor_and_no_process_is_left_by_an_answer(grader):
 
 def test_a_child_dies_with_its_server():
     server = colbench.ForkServer(["time"])
-    request = {"text": SLEEP.format(30), "tests": ["f(1)"], "official": False}
+    request = {"text": SLEEP.format(30), "tests": ["f(1)"], "official": False, "seed": None}
     with ThreadPoolExecutor(1) as pool:
         run = pool.submit(server.run, request, 99, 99)
         until(lambda: descendants(server.process.pid))

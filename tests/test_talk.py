@@ -29,7 +29,8 @@ class Terminal:
         termios.tcsetwinsize(self.tty, (40, 120))
         self.before, self.text = termios.tcgetattr(self.tty), ""
         self.process = subprocess.Popen(
-            [*TALK, *map(str, flags)], cwd=cwd, env={**CPU, "TERM": "dumb"}, stderr=self.tty,
+            [*TALK, *map(str, flags)], cwd=cwd, stderr=self.tty,
+            env={**CPU, "TERM": "dumb", "COLUMNS": "120"},
             stdin=stdin or self.tty, stdout=stdout or self.tty, start_new_session=True,
             preexec_fn=lambda: fcntl.ioctl(2, termios.TIOCSCTTY, 0))
 
