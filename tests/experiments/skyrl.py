@@ -47,7 +47,9 @@ def wait(coroutine):
 @functools.cache
 def human_runner(human, params):
     """Returns a loaded EpisodeRunner with this human, whose own agent never acts."""
-    flags = ["--agent", "fixed:", "--human", human, "--human_params", params]
+    flags = ["--agent", "fixed:", "--human", human]
+    if params:
+        flags += ["--human_params", params]
     return wait(collect.EpisodeRunner(collect.get_args(flags)).load())
 
 
@@ -67,7 +69,7 @@ class ColBench(BaseTextEnv):
         super().__init__()
         self.task, self.max_turns = extras["task"], extras.get("max_turns", 10)
         with LOCK:
-            self.runner = human_runner(extras["human"], extras.get("human_params") or "{}")
+            self.runner = human_runner(extras["human"], extras.get("human_params"))
             self.grader = grader(environment(self.task))
 
     def init(self, prompt=None):
