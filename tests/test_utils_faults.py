@@ -438,7 +438,7 @@ def test_a_full_disk_leaves_the_last_checkpoint(ranked, tiny_dir, tmp_path, disk
 @pytest.mark.full
 def test_a_full_disk_under_stdout_keeps_whole_lines(tasks, ranked, tiny_dir, disk):
     """That it can't be written at all is said before the work."""
-    out = disk("size=20k") / "all.jsonl"
+    out = disk("size=32k") / "all.jsonl"
     play = ["collect.py", *HUMAN, "-k", 4, "--model", tiny_dir, "--max_tokens", 12,
             "--max_turns", 3, "--resume", out]
     out.touch()
