@@ -438,14 +438,18 @@ def test_a_full_disk_leaves_the_last_checkpoint(ranked, tiny_dir, tmp_path, disk
 @pytest.mark.full
 def test_a_full_disk_under_stdout_keeps_whole_lines(tasks, ranked, tiny_dir, disk):
     """That it can't be written at all is said before the work."""
-    out = disk("size=32k") / "all.jsonl"
-    play = ["collect.py", *HUMAN, "-k", 4, "--model", tiny_dir, "--max_tokens", 12,
-            "--max_turns", 3, "--resume", out]
+    out = disk("size=50m") / "all.jsonl"
     out.touch()
-    complaint(script(*play, stdin=tasks, out=out), "stdout: No space left")
+    play = ["collect.py", *HUMAN, "--model", tiny_dir, "--max_tokens", 12, "--max_turns", 3,
+            "--resume", out]
+    succeed(*play, stdin=tasks, out=out)  # one episode per task: four lines of 2 to 3 KB
+    whole = out.read_text()
+    disk("size=16k")
+    complaint(script(*play, "-k", 4, stdin=tasks, out=out), "stdout: No space left")
+    assert out.read_text().startswith(whole)
     disk("size=50m")
-    assert re.search(r" \([1-9]\d* more in the --resume file\)",
-                     succeed(*play, stdin=tasks, out=out).stderr)
+    assert re.search(r" \([4-9] more in the --resume file\)",
+                     succeed(*play, "-k", 4, stdin=tasks, out=out).stderr)
     assert len(set(map(key_of, records(out.read_text())))) == 16
     complaint(script("evaluate.py", stdin=ranked, out="/dev/full"), "stdout: No space left")
     disk("ro")
