@@ -5,7 +5,7 @@
 #   bash tests/experiments/recipe.sh plain early long     # setups of compare.sh
 #   bash tests/experiments/recipe.sh spelled words        # orders of orders.sh
 #   SEEDS=0 METHODS="recipe rft" bash tests/experiments/recipe.sh plain
-#   SEED=1 MODEL=DIR FLAGS="--dtype bf16" bash tests/experiments/recipe.sh real     # real_model.sh
+#   SEEDS=1 MODEL=DIR FLAGS="--dtype bf16" bash tests/experiments/recipe.sh real    # real_model.sh
 #
 # The first round's policies are called METHOD, those of the second METHOD-2. A method is
 #   rft, mtdpo   the two rivals, by --loss of train_policy.py
@@ -17,7 +17,10 @@
 # compare.sh's and real_model.sh's first lines say how to run less. Tables go to stderr, numbers to
 # runs/recipe.jsonl.
 . tests/experiments/compare.sh
-case " $* " in *" spelled "* | *" words "*) . tests/experiments/orders.sh; enter_orders ;; esac
+case " $* " in
+  *" real "*) . tests/experiments/real_model.sh ;;
+  *" spelled "* | *" words "*) . tests/experiments/orders.sh; enter_orders ;;
+esac
 METHODS=${METHODS:-recipe rft mtdpo eq3 untrained}
 WEIGHT=${WEIGHT:-0.1}  # --logprob_weight
 
@@ -77,11 +80,14 @@ all_methods() {
 names() { for m in $METHODS; do echo $m-2; done; for m in $METHODS; do echo $m; done; echo base; }
 
 mix=${MIX:-0.25}
-if ! [ -e orders.py ]; then
-  make_tests tests
-  make_tests tests-long --min_slots 4 --max_slots 5
-fi
+case " $* " in
+  *" plain "* | *" early "* | *" long "*)
+    make_tests tests
+    make_tests tests-long --min_slots 4 --max_slots 5 ;;
+esac
 for setup in "$@"; do
-  run_in_parallel "$SEEDS" all_methods
+  if [ $setup = real ]; then run_parts "$SEEDS" all_methods  # it uses both cores
+  else run_in_parallel "$SEEDS" all_methods
+  fi
   python evaluate.py $(rows $setup "$SEEDS" $(names)) >> runs/recipe.jsonl
 done
