@@ -7,7 +7,7 @@
 #   SEEDS=0 METHODS="recipe rft" bash tests/experiments/recipe.sh plain
 #   SEEDS=1 MODEL=DIR FLAGS="--dtype bf16" bash tests/experiments/recipe.sh real    # real_model.sh
 #
-# The first round's policies are called METHOD, those of the second METHOD-2. A method is
+# Rows METHOD are of the first round's policies, rows METHOD-2 of the second's. A method is
 #   rft, mtdpo   the two rivals, by --loss of train_policy.py
 #   eq3          SWEET-RL. In the second round the same critic scores the new candidates
 #   untrained    SWEET-RL with the untrained critic, twice
@@ -35,23 +35,23 @@ scored_by() {  # CRITIC RECORDS: prints them with advantages
     trained) code=. train_critic trained train --ref_context agent --nll_coef 1 ;;
   esac 2>> $dir/$1.log
 }
-sweet_by() {  # CRITIC NAME MIX
+sweet_by() {  # CRITIC NAME MIX: trains a policy, ranked by the critic
   stage $dir/scored-$1.jsonl scored_by $1 $dir/train.jsonl
   train_sweet $2 $3 $WEIGHT < $dir/scored-$1.jsonl
 }
-first_round() {  # METHOD
+first_policy_of() {  # METHOD: prints the name of its policy of the first round
+  if [ $1 != recipe ]; then echo $1; return; fi
+  stage $dir/scored-untrained.jsonl scored_by untrained $dir/train.jsonl
+  if orders_enough_pairs $dir/untrained.log; then echo untrained; else echo eq3-mix1; fi
+}
+first_round() {  # POLICY
   case $1 in
     rft | mtdpo) train_$1 ;;
     eq3 | untrained) sweet_by $1 $1 $mix ;;
-    recipe)
-      stage $dir/scored-untrained.jsonl scored_by untrained $dir/train.jsonl
-      if orders_enough_pairs $dir/untrained.log
-      then sweet_by untrained recipe $mix
-      else sweet_by eq3 recipe 1
-      fi ;;
+    eq3-mix1) sweet_by eq3 $1 1 ;;
   esac
 }
-second_round() {  # METHOD, whose second policy is $dir/METHOD, too
+second_round() {  # METHOD, whose second policy is $dir/METHOD
   case $1 in
     rft | mtdpo) train_$1 ;;
     eq3) sweet_by eq3-again eq3 $mix ;;
@@ -60,16 +60,18 @@ second_round() {  # METHOD, whose second policy is $dir/METHOD, too
   esac
 }
 two_rounds() {  # METHOD
-  local first_dir=$dir dir=$dir base=$base
-  first_round $1
-  test_policies $1
-  base=$first_dir/$1
-  dir=$first_dir/again-$1
+  local first_dir=$dir dir=$dir base=$base first
+  first=$(first_policy_of $1)
+  first_round $first
+  test_policies $first
+  base=$first_dir/$first
+  dir=$first_dir/again-$first
   mkdir -p $dir
   run_episodes train $base $first_dir/tasks.jsonl "${train_args[@]}"
   second_round $1
   test_policies $1
   cp $dir/test-$1.jsonl $first_dir/test-$1-2.jsonl
+  if [ $1 = recipe ]; then cp $first_dir/test-$first.jsonl $first_dir/test-recipe.jsonl; fi
 }
 all_methods() {
   local method
