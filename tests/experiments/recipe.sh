@@ -25,7 +25,7 @@ METHODS=${METHODS:-recipe rft mtdpo eq3 untrained}
 WEIGHT=${WEIGHT:-0.1}  # --logprob_weight
 
 orders_enough_pairs() {  # FILE: whether train_critic.py's messages name two thirds of the pairs
-  grep -o "^pair accuracy [0-9.]*" $1 | awk '{print $3 >= 66.7; exit}' | grep -q 1
+  awk '/^pair accuracy/ {enough = ($3 >= 66.7)} END {exit !enough}' $1
 }
 scored_by() {  # CRITIC RECORDS: prints them with advantages
   case $1 in
