@@ -17,6 +17,7 @@
 set -euo pipefail
 . .venv/bin/activate
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
+SEEDS=${SEEDS:-0 1 2 3 4}
 FLAGS=${FLAGS:-}  # for every script that runs a model, such as "--dtype bf16"
 mkdir -p runs
 
@@ -77,3 +78,20 @@ test_policies() {  # NAMES: on the test tasks, by run_episodes NAME MODEL TASKS 
   local m
   for m in "$@"; do run_episodes test-$m $dir/$m $tests ${test_args:-}; done
 }
+run_parts() {  # SEEDS PARTS: runs these functions for each seed, sequentially
+  ( for seed in $1; do
+      seed_dir=runs/seed$seed; mkdir -p $seed_dir
+      for part in $2; do $part; done
+    done ) >> runs/lane.log 2>&1
+}
+run_in_parallel() {  # SEEDS PARTS: even and odd seeds on a core each
+  even=""; odd=""
+  for seed in $1; do if ((seed % 2)); then odd+=" $seed"; else even+=" $seed"; fi; done
+  run_parts "$even" "$2" & local even_pid=$!
+  run_parts "$odd" "$2" &
+  wait $even_pid && wait $! || { tail -3 runs/lane.log >&2; exit 1; }
+}
+row() {  # NAME FILE SEEDS: prints NAME=FILE,FILE,... for evaluate.py
+  echo "$1=$(for seed in $3; do echo runs/seed$seed/$2.jsonl; done | paste -sd,)"
+}
+rows() { for m in "${@:3}"; do row $m $1/test-$m "$2"; done; }  # PART SEEDS NAMES

@@ -8,7 +8,6 @@
 # and records to runs/seed*/, and all messages to runs/lane.log. The settings were chosen on
 # validation tasks (RESULTS.md). map.sh and critics.sh source this file for its functions only.
 . tests/experiments/common.sh
-SEEDS=${SEEDS:-0 1 2 3 4}
 N=${N:-400}           # tasks
 TESTS=${TESTS:-300}   # test tasks
 DEMOS=${DEMOS:-8000}  # demonstrations
@@ -112,23 +111,6 @@ ablations() {  # other critics, best of N, other temperatures, fewer tasks
   few
 }
 
-run_parts() {  # SEEDS PARTS: runs these functions for each seed, sequentially
-  ( for seed in $1; do
-      seed_dir=runs/seed$seed; mkdir -p $seed_dir
-      for part in $2; do $part; done
-    done ) >> runs/lane.log 2>&1
-}
-run_in_parallel() {  # SEEDS PARTS: even and odd seeds on a core each
-  even=""; odd=""
-  for seed in $1; do if ((seed % 2)); then odd+=" $seed"; else even+=" $seed"; fi; done
-  run_parts "$even" "$2" & local even_pid=$!
-  run_parts "$odd" "$2" &
-  wait $even_pid && wait $! || { tail -3 runs/lane.log >&2; exit 1; }
-}
-row() {  # NAME FILE SEEDS: prints NAME=FILE,FILE,... for evaluate.py
-  echo "$1=$(for seed in $3; do echo runs/seed$seed/$2.jsonl; done | paste -sd,)"
-}
-rows() { for m in "${@:3}"; do row $m $1/test-$m "$2"; done; }  # PART SEEDS NAMES
 table() { python evaluate.py "$@" >> runs/results.jsonl; }  # differences are to the first system
 figure() {  # NAME SYSTEMS
   python evaluate.py "${@:2}" | tee -a runs/results.jsonl |

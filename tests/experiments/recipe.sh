@@ -7,6 +7,8 @@
 #   SEEDS=0 METHODS="recipe rft" bash tests/experiments/recipe.sh plain
 #   SEEDS=1 MODEL=DIR FLAGS="--dtype bf16" bash tests/experiments/recipe.sh real    # real_model.sh
 #
+# Start each of these three separately, the last with one seed a time, as it uses both cores.
+#
 # Rows METHOD are of the first round's policies, rows METHOD-2 of the second's. A method is
 #   rft, mtdpo   the two rivals, by --loss of train_policy.py
 #   eq3          SWEET-RL. In the second round the same critic scores the new candidates
@@ -16,10 +18,13 @@
 #                policy's episodes (`trained`, with --nll_coef 1), and ranks its candidates
 # compare.sh's and real_model.sh's first lines say how to run less. Tables go to stderr, numbers to
 # runs/recipe.jsonl.
-. tests/experiments/compare.sh
 case " $* " in
-  *" real "*) . tests/experiments/real_model.sh ;;
+  *" real "*) . tests/experiments/common.sh; . tests/experiments/real_model.sh ;;
   *" spelled "* | *" words "*) . tests/experiments/orders.sh; enter_orders ;;
+  *)
+    . tests/experiments/compare.sh
+    make_tests tests
+    make_tests tests-long --min_slots 4 --max_slots 5 ;;
 esac
 METHODS=${METHODS:-recipe rft mtdpo eq3 untrained}
 WEIGHT=${WEIGHT:-0.1}  # --logprob_weight
@@ -82,14 +87,7 @@ all_methods() {
 names() { for m in $METHODS; do echo $m-2; done; for m in $METHODS; do echo $m; done; echo base; }
 
 mix=${MIX:-0.25}
-case " $* " in
-  *" plain "* | *" early "* | *" long "*)
-    make_tests tests
-    make_tests tests-long --min_slots 4 --max_slots 5 ;;
-esac
 for setup in "$@"; do
-  if [ $setup = real ]; then run_parts "$SEEDS" all_methods  # it uses both cores
-  else run_in_parallel "$SEEDS" all_methods
-  fi
+  run_in_parallel "$SEEDS" all_methods
   python evaluate.py $(rows $setup "$SEEDS" $(names)) >> runs/recipe.jsonl
 done
