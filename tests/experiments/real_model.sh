@@ -10,6 +10,7 @@
 # *.results, go to runs/real$SEED, and seconds per stage to runs/times. RESULTS.md says how the
 # settings were chosen.
 # recipe.sh sources this file for its functions.
+set -euo pipefail
 export MALLOC_MMAP_MAX_=0 MALLOC_TRIM_THRESHOLD_=99999999999  # keep freed memory: 8 % faster steps
 [ "${BASH_SOURCE[0]}" = "$0" ] && . tests/experiments/common.sh
 export OMP_NUM_THREADS=${THREADS:-2}
@@ -27,7 +28,7 @@ train_args=(-k $EPISODES --candidates $CANDIDATES --candidates_share $SHARE)
 test_args="-k $DRAWS"
 
 make_tasks() {  # FILE N [FLAGS]
-  stage $1 python tests/toy.py tasks --world english --usual $USUAL --n "${@:2}"
+  stage $1 python tests/toy.py tasks --world english --usual $USUAL --n $2 "${@:3}"
 }
 run_episodes() { stage $dir/$1.jsonl graded_episodes "$@"; }  # NAME MODEL TASKS [FLAGS]
 graded_episodes() {  # in two processes of one thread, each with half of the tasks

@@ -18,6 +18,7 @@
 #                policy's episodes (`trained`, with --nll_coef 1), and ranks its candidates
 # compare.sh's and real_model.sh's first lines say how to run less. Tables go to stderr, numbers to
 # runs/recipe.jsonl.
+set -euo pipefail
 case " $* " in
   *" real "*) . tests/experiments/common.sh; . tests/experiments/real_model.sh ;;
   *" spelled "* | *" words "*) . tests/experiments/orders.sh; enter_orders ;;
