@@ -463,3 +463,24 @@ def test_the_orders(folder, monkeypatch):
     assert [r["system"] for r in results] == ["base", "eq3-mix1", "eq3@0.1", "untrained-mix1",
                                               "untrained@0.1"]
     assert said.count("pair accuracy") == 2
+
+    # recipe.sh takes these episodes and scores on to its second round
+    (seed / "spelled" / "untrained.log").write_text("pair accuracy 66.7 % (120 pairs\n")
+    run(f"{small} METHODS=recipe bash tests/experiments/recipe.sh spelled", folder)
+    results = records((seed.parent / "recipe.jsonl").read_text())
+    assert [r["system"] for r in results] == ["recipe-2", "recipe", "base"]
+    assert "trained on" in (seed / "spelled" / "again-untrained" / "trained.log").read_text()
+
+
+@pytest.mark.parametrize("percent, untrained", [("100.0", 1), ("66.7", 1), ("66.6", 0), ("9.1", 0),
+                                                (None, 0)])
+def test_the_recipe_trains_its_first_critic_if_the_untrained_one_orders_too_few(
+        percent, untrained, tmp_path):
+    """By train_critic.py's messages, which name no figure if there are no pairs."""
+    log = tmp_path / "untrained.log"
+    line = f"pair accuracy {percent} % (120 pairs" if percent else "no pair accuracy, as there are"
+    log.write_text(f"120 trajectories\n{line}\n")
+    recipe = Path(ROOT, "tests/experiments/recipe.sh").read_text()
+    function = re.search(r"^orders_enough_pairs\(\) \{.*?^\}", recipe, re.M | re.S)[0]
+    done = subprocess.run(["bash", "-c", f"{function}\norders_enough_pairs {log}"])
+    assert done.returncode == 1 - untrained
