@@ -16,6 +16,7 @@
 #   recipe       first round: ranked by the untrained critic if it orders two thirds of the pairs,
 #                else by eq. 3, with --mix 1. Second round: a critic is trained on the first
 #                policy's episodes (`trained`, with --nll_coef 1), and ranks its candidates
+#   METHOD-all   the second round trains as the first one did, anew, on the episodes of both
 # compare.sh's and real_model.sh's first lines say how to run less. Tables go to stderr, numbers to
 # runs/recipe.jsonl.
 set -euo pipefail
@@ -46,9 +47,12 @@ sweet_by() {  # CRITIC NAME MIX: trains a policy, ranked by the critic
   train_sweet $2 $3 $WEIGHT < $dir/scored-$1.jsonl
 }
 first_policy_of() {  # METHOD: prints the name of its policy of the first round
-  if [ $1 != recipe ]; then echo $1; return; fi
-  stage $dir/scored-untrained.jsonl scored_by untrained $dir/train.jsonl
-  if orders_enough_pairs $dir/untrained.log; then echo untrained; else echo eq3-mix1; fi
+  case $1 in
+    recipe)
+      stage $dir/scored-untrained.jsonl scored_by untrained $dir/train.jsonl
+      if orders_enough_pairs $dir/untrained.log; then echo untrained; else echo eq3-mix1; fi ;;
+    *) echo ${1%-all} ;;
+  esac
 }
 first_round() {  # POLICY
   case $1 in
@@ -66,7 +70,7 @@ second_round() {  # METHOD, whose second policy is $dir/METHOD
   esac
 }
 two_rounds() {  # METHOD
-  local first_dir=$dir dir=$dir base=$base first
+  local first_dir=$dir dir=$dir start=$base base=$base first second=$1
   first=$(first_policy_of $1)
   first_round $first
   test_policies $first
@@ -74,10 +78,18 @@ two_rounds() {  # METHOD
   dir=$first_dir/again-$first
   mkdir -p $dir
   run_episodes train $base $first_dir/tasks.jsonl "${train_args[@]}"
-  second_round $1
-  test_policies $1
-  cp $dir/test-$1.jsonl $first_dir/test-$1-2.jsonl
-  if [ $1 = recipe ]; then cp $first_dir/test-$first.jsonl $first_dir/test-recipe.jsonl; fi
+  case $1 in
+    *-all)
+      base=$start second=$first
+      dir=$first_dir/all-$first
+      mkdir -p $dir
+      stage $dir/train.jsonl cat $first_dir/train.jsonl $first_dir/again-$first/train.jsonl
+      first_round $first ;;
+    *) second_round $1 ;;
+  esac
+  test_policies $second
+  cp $dir/test-$second.jsonl $first_dir/test-$1-2.jsonl
+  if [ $first != $1 ]; then cp $first_dir/test-$first.jsonl $first_dir/test-$1.jsonl; fi
 }
 all_methods() {
   local method
