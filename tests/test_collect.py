@@ -317,7 +317,8 @@ def test_each_setting_is_the_agents_or_a_condition_that_systems_should_share(res
     (tmp_path / "all.jsonl").touch()
     meta = resume(tmp_path / "all.jsonl")[0].meta
     of_agent = {"model", "agent", "agent_params", "agent_model", "tokenizer_and_config", "seed", "n_candidates", "candidates_share"}
-    assert colbench.settings(meta).keys() - of_agent == {*evaluate.CONDITIONS} - {"human_model"}
+    of_servers_and_tasks = {"human_model", "environment"}
+    assert colbench.settings(meta).keys() - of_agent == {*evaluate.CONDITIONS} - of_servers_and_tasks
 
 
 def test_a_task_that_was_edited_under_its_id_is_an_error(resume, episodes, tmp_path):
@@ -446,14 +447,14 @@ def test_missing_episodes_are_counted_right_or_not_at_all(change, playing, monke
         is_known = named <= listed and len({*found}) == len(found) and {*found} <= asked
         n_known += is_known
         if not is_known:
-            assert system.missing is system.success_bounds is None
+            assert system.facts["missing"] is system.facts["success_bounds"] is None
             continue
-        assert system.missing == len(asked) - len(found)
+        assert system.facts["missing"] == len(asked) - len(found)
         n_asked, n_missing = (Counter(name for _, _, name, _ in keys)
                               for keys in (asked, asked - {*found}))
         least, most = (statistics.mean((solved[name] + n * n_missing[name]) / n_asked[name]
                                        for name in n_asked) for n in (0, 1))
-        assert system.success_bounds == pytest.approx([least, most], abs=1e-4)
+        assert system.facts["success_bounds"] == pytest.approx([least, most], abs=1e-4)
     assert n_known > 12 or change not in ("none", "shuffled", "head", "joined")
 
 
