@@ -44,7 +44,7 @@ from colbench import (Seen, agent_messages, environment, read_records, settings,
                       task_kind)
 
 COUNTS = "turns", "tokens"  # the metrics that are counts, not shares
-# what systems should share: all settings in `meta` but the agent's and the seed, and the task's kind
+# what systems should share: the tasks' kind, and the settings in `meta` but the agent's and seeds
 CONDITIONS = ("environment", "human", "human_model", "human_params", "prompts", "max_turns",
               "max_tokens", "temperature", "top_p", "thinking", "best_of", "critic",
               "logprob_weight")
