@@ -28,7 +28,6 @@ import fcntl
 import filecmp
 import importlib.util
 import inspect
-import itertools
 import json
 import math
 import os
@@ -320,8 +319,6 @@ class EpisodeRunner:
             self.max_context = min(self.max_context, self.engine.max_context)
         elif not args.agent:
             self.engine = TransformersEngine(args, self.stop)
-            if DEVICE == "cuda":
-                say("sampling with transformers; a vLLM server is many times as fast (--engine)")
         if args.critic and args.critic.endswith(".py"):
             self.critic = load_function(args.critic, "advantages")
         elif args.critic:
@@ -827,7 +824,7 @@ def check_imports(file):
         name = name.partition(".")[0]
         neighbour = Path(file).parent / f"{name}.py"
         if neighbour.exists():
-            found = importlib.util.find_spec(name).origin
+            found = importlib.util.find_spec(name).origin or "a folder"
             if not os.path.exists(found) or not filecmp.cmp(found, neighbour, shallow=False):
                 raise ValueError(f"`import {name}` would find {found}, not {neighbour}; rename the "
                                  "latter")
@@ -857,26 +854,24 @@ def checked_message(returned):
 
 # --- --resume and the settings that it compares ---------------------------------------------------
 
-# The flags that determine episodes: of any agent, of a model as the agent, and of --model
-OF_ANY_AGENT = ["agent", "human", "human_params", "max_turns", "seed"]
+# the flags that determine episodes: of any agent, of a chat model as the agent, and of --model
+OF_ANY_AGENT = ["human_params", "max_turns", "seed"]
 OF_CHAT_MODEL = ["temperature", "top_p", "max_tokens"]
-OF_OWN_MODEL = ["model", "thinking", "engine", "dtype", "best_of", "critic", "logprob_weight",
+OF_OWN_MODEL = ["model", "thinking", "engine", "dtype", "best_of", "logprob_weight",
                 "candidates_share"]
 
 
 def run_meta(args):
     """Returns what determines episodes: flags, files by their hashes, and the kinds' prompts."""
-    names = [*OF_ANY_AGENT]
+    names = OF_ANY_AGENT
     if not args.agent:
-        names += [*OF_CHAT_MODEL, *OF_OWN_MODEL]
+        names = OF_ANY_AGENT + OF_CHAT_MODEL + OF_OWN_MODEL
     elif is_url(args.agent):
-        names += [*OF_CHAT_MODEL, "agent_params"]
+        names = OF_ANY_AGENT + OF_CHAT_MODEL + ["agent_params"]
     meta = {name: getattr(args, name) for name in names}
-    for name in ("agent", "human", "critic"):
-        if name in meta:
-            meta[name] = fingerprint(meta[name])
+    meta["agent"], meta["human"] = fingerprint(args.agent), fingerprint(args.human)
     if not args.agent:
-        meta["n_candidates"] = args.candidates
+        meta["critic"], meta["n_candidates"] = fingerprint(args.critic), args.candidates
     prompts = [(ANSWER, OUTPUT, kind.agent_prompt, kind.human_prompt)
                for kind in ENVIRONMENTS.values()]
     return meta | {"version": version(), "prompts": digest(prompts)}
@@ -938,16 +933,17 @@ def read_jobs(args, done, tasks):
     for record in read_records(sys.stdin, seen=Seen(tasks)):
         task, name = record["task"], task_id(record["task"])
         record["task"] = {"kind": task_kind(task), **task, "id": name}
-        k, start = args.k, 0
+        k, sample = args.k, 0
         if "dialogue_history" in record:
-            k, start = 1, record.get("sample", 0)
+            k, sample = 1, record.get("sample", 0)
             check_candidates_flags(args, record)
         elif not args.human:
             fail("--human is missing; --help says what it takes")
         else:
             check_prompts(task, llm_human=is_url(args.human))
-        free = (n for n in itertools.count(start) if (name, n) not in taken)
-        for sample in itertools.islice(free, k):
+        for _ in range(k):
+            while (name, sample) in taken:
+                sample += 1
             taken.add((name, sample))
             texts = message_texts(record.get("dialogue_history", ()))
             if texts and texts != done.get((name, sample), texts):

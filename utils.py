@@ -87,9 +87,12 @@ class Parser(argparse.ArgumentParser):
 def parser(doc, usage, parallel=False):
     """Returns a Parser whose --help shows a script's docstring; flags can't be abbreviated.
 
-    parallel: whether torchrun may start several processes of the script, see refuse_processes.
+    parallel: whether torchrun may start several processes of the script.
     """
-    refuse_processes(parallel)
+    if not 0 <= RANK < WORLD:
+        fail(f"the environment has RANK={RANK}, WORLD_SIZE={WORLD}: let torchrun set both")
+    if WORLD > 1 and not parallel:
+        fail(f"{WORLD} processes were started, but this script is one: leave out torchrun")
     form = functools.partial(argparse.RawDescriptionHelpFormatter, max_help_position=36, width=110)
     return Parser(description=doc, usage=usage, formatter_class=form, allow_abbrev=False)
 
@@ -319,25 +322,6 @@ def drop_checkpoints(out, keep=None):
 
 
 # --- ranks ----------------------------------------------------------------------------------------
-
-# {variable: its value if srun or mpirun started one process}; SLURM_NTASKS is also a batch script's
-SINGLE = {"SLURM_PROCID": 0, "SLURM_STEP_NUM_TASKS": 1, "OMPI_COMM_WORLD_SIZE": 1, "PMI_SIZE": 1}
-
-
-def refuse_processes(parallel):
-    """Exits if this is one of several processes, except a `parallel` script's by torchrun."""
-    if not 0 <= RANK < WORLD:
-        fail(f"the environment has RANK={RANK}, WORLD_SIZE={WORLD}: let torchrun set both")
-    if WORLD > 1 and not parallel:
-        message = f"{WORLD} processes were started, but this script is one: leave out torchrun"
-        if RANK:
-            end_after_rank_0(message)
-        fail(message)
-    for name, most in SINGLE.items():
-        if "RANK" not in os.environ and int(os.environ.get(name) or 0) > most:
-            fail(f"{name}={os.environ[name]}: several processes were started, each of which would "
-                 f"do all the work; start one (torchrun starts a trainer's), or unset {name}")
-
 
 def end_after_rank_0(message):
     """Waits 5 s, so that rank 0 prints the error and torchrun ends this rank; then exits."""

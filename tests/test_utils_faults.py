@@ -173,13 +173,8 @@ def test_closed_streams_give_their_numbers_to_no_file(tmp_path):
     ("collect.py", "WORLD_SIZE=4", "4 processes were started, but this script is one"),
     ("colbench.py", "TORCHRUN", "2 processes were started, but this script is one"),
     ("train_critic.py", "TORCHRUN", ""), ("colbench.py", "RANK=0 WORLD_SIZE=1", ""),
-    ("train_critic.py", "SLURM_PROCID=0 SLURM_STEP_NUM_TASKS=2", "torchrun starts a trainer's"),
-    ("train_critic.py", "SLURM_PROCID=1", "several processes were started"),
-    ("evaluate.py", "PMI_RANK=0 PMI_SIZE=2", "several processes were started"),
-    ("train_critic.py", "SLURM_PROCID=1 SLURM_STEP_NUM_TASKS=2 TORCHRUN", ""),
     ("evaluate.py", "SLURM_NTASKS=8 SLURM_PROCID=0 SLURM_STEP_NUM_TASKS=1", "")])
 def test_a_script_refuses_to_be_one_of_several_unless_torchrun_starts_a_trainer(name, env, message):
-    """A batch script of Slurm has SLURM_NTASKS, too, without being several."""
     torchrun = "RANK=0 LOCAL_RANK=0 WORLD_SIZE=2 MASTER_ADDR=x MASTER_PORT=1"
     done = shell(f"{env.replace('TORCHRUN', torchrun)} python {name} --help", in_forks=1)
     if message:
