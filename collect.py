@@ -724,11 +724,12 @@ class ChatHuman(ChatModel):
                                   messages=[{"role": "user", "content": content}])
         text, named, both_sides = own_words(text)
         redacted = text if environment(task).shows_pages else redact(text, task)
-        for what, happened in [("replies redacted", redacted != text),
-                               ("replies began with a speaker's name", named),
-                               ("replies continued with further speakers", both_sides)]:
-            if happened:
-                self.usage[what] += 1
+        if redacted != text:
+            self.usage["replies redacted"] += 1
+        if named:
+            self.usage["replies began with a speaker's name"] += 1
+        if both_sides:
+            self.usage["replies continued with further speakers"] += 1
         return redacted
 
 

@@ -54,11 +54,11 @@ if WORLD > 1:  # a slow import, needed only to communicate
 # --- flags ----------------------------------------------------------------------------------------
 
 class StoreGiven(argparse.Action):
-    """Stores a flag's value, and in args.given that the flag was given, {name: its default}."""
+    """Stores a flag's value, and its name in args.given, the list of the flags that were given."""
 
     def __call__(self, parser, args, value, option_string=None):
         setattr(args, self.dest, value)
-        args.given = {**args.given, self.dest: self.default}
+        args.given = [*args.given, self.dest]
 
 
 class Parser(argparse.ArgumentParser):
@@ -66,7 +66,7 @@ class Parser(argparse.ArgumentParser):
 
     def __init__(self, **how):
         super().__init__(**how)
-        self.set_defaults(given={})  # see StoreGiven
+        self.set_defaults(given=[])  # see StoreGiven
 
     def refuse_unused(self, args, holds):
         """Exits if a flag is given that has no effect. holds: {a flag's `only`: whether it is so}.
@@ -236,14 +236,13 @@ class RunDirectory:
             self.refuse(f"different {changed} (it has copies)")
         old = [row for row in self.rows if "args" in row][-1]["args"]
         for name, new in vars(self.args).items():
-            was = old.get(name, self.args.given.get(name, new))  # a flag that it lacks: the default
-            if was != new and name not in self.MAY_CHANGE:
-                self.refuse(f"--{name} {was}, not {new}")
+            if old.get(name) != new and name not in self.MAY_CHANGE:
+                self.refuse(f"--{name} {old.get(name)}, not {new}")
 
     def compare_facts(self, facts):
         """Exits if the run in --out has other data, steps, weights or precision."""
         for name, new in facts.items():
-            if self.rows[0].get(name, new) != new:
+            if self.rows[0].get(name) != new:
                 self.refuse(f"different {name}")
 
     def refuse(self, difference):

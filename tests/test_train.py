@@ -772,19 +772,6 @@ def test_score_never_trains(tmp_path):
         assert sorted(tmp_path.rglob("*")) == before
 
 
-def test_a_flag_that_the_run_lacks_is_compared_with_its_default(tmp_path):
-    """As of a run of older scripts."""
-    def args(*flags):
-        return train_policy.get_args(["--out", str(tmp_path), *flags])
-
-    old = {name: value for name, value in vars(args()).items() if name != "beta"}
-    (tmp_path / "metrics.jsonl").write_text(lines([{"args": old}]))
-    for flags in ([], ["--beta", "0.1"]):
-        os.close(utils.RunDirectory(args(*flags)).lock)
-    with pytest.raises(SystemExit, match="has --beta 0.1, not 3.0"):
-        utils.RunDirectory(args("--beta", "3"))
-
-
 def test_a_run_whose_last_save_fails_goes_on(killed, whole, command, data, tmp_path):
     out = shutil.copytree(killed("critic"), tmp_path / "out")
     (out / "tokenizer.json").mkdir()
