@@ -635,7 +635,7 @@ def fail_if_out_of_memory(args):
         if not is_out_of_memory(e):
             raise
         advice = [text for name, text in MEMORY_ADVICE.items() if hasattr(args, name)]
-        fail(f"{reason_of(e)}; try {', '.join(advice)}")
+        fail(f"out of memory: {reason_of(e)}; try {', '.join([*advice, 'a larger machine'])}")
 
 
 # --- the program and its signals ------------------------------------------------------------------
