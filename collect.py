@@ -607,7 +607,7 @@ class Endpoint:
         name = [*served][0] if len(served) == 1 else self.body.get("model")
         if name not in served:
             fail(f"{self.url} serves {', '.join(served) or 'no model'}, not {name}; choose one by "
-                 """--human_params or --agent_params '{"model": "NAME"}'""")
+                 "--model, --human_params or --agent_params")
         self.body["model"], self.max_context = name, served[name] or math.inf
 
     async def request(self, path, parse, **body):

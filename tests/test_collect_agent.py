@@ -273,8 +273,8 @@ def test_parameters_change_the_requests_and_choose_the_model(tasks, playing):
     server.models = ["a", "b"]
     flags = ["--agent", server.url, "--max_turns", 1]
     _, _, end = playing(tasks[:1], *flags)
-    assert str(end) == (f"error: {server.url} serves a, b, not None; choose one by --human_params "
-                        """or --agent_params '{"model": "NAME"}'""")
+    assert str(end) == (f"error: {server.url} serves a, b, not None; choose one by --model, "
+                        "--human_params or --agent_params")
     params = {"model": "b", "max_tokens": None, "max_completion_tokens": 9, "temperature": 0.25}
     (r,), _, _ = playing(tasks[:1], *flags, "--agent_params", json.dumps(params))
     ((_, body, _),) = server.seen

@@ -399,7 +399,7 @@ def test_an_error_of_a_server_is_the_episodes_if_it_has_answered_others(monkeypa
 
 
 LENGTHS = "length", "MAX_TOKENS", "max_tokens", "model_length"
-WHICH = "serves a, b, not None; choose one by --human_params or --agent_params"
+WHICH = "serves a, b, not None; choose one by --model, --human_params or --agent_params"
 LONGER = """truncated: allow more tokens, such as by --human_params '{"max_tokens": 4000}'"""
 
 
