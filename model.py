@@ -76,7 +76,7 @@ from transformers.utils import logging
 from colbench import (HIDDEN, check_opening, hidden_information, read_records, task_id, task_kind,
                       with_hidden)
 from utils import (RANK, WORLD, add_warning, barrier, changed_scripts, digest, drop_checkpoints,
-                   is_out_of_memory, fail, fail_on_error, print_warnings, progress, refuse_pointer,
+                   fail, fail_on_error, is_out_of_memory, print_warnings, progress, refuse_pointer,
                    rng, rows_of, say, sum_over_ranks, writing)
 
 GQA = {"enable_gqa": True} if torch.__version__ >= "2.12" else {}  # torch 2.11 always enables it
