@@ -12,36 +12,31 @@ as soon as it ends. A record that already has a dialogue gets candidates for its
 Below the flags, EpisodeRunner is the method: run_episode, and sample_turn with its candidates. A
 reader of the method may skip what follows: models in this process (batches, the critic, sampling
 with transformers), clients of servers, files with functions of the user, what --resume compares,
-and the queue of all episodes with its messages.
+and the queue of all episodes.
 
 Left out on purpose: lock-step rollouts, where episodes wait for the slowest human; rewards, which
 the next stage adds; and paged attention and several GPUs, for which --engine takes a vLLM server.
 """
-from utils import (add_warning, api_key, digest, exhausted_memory, fail, fail_on_error, flag,
-                   inline, open_stdout, parse_json, parser, print_warnings, private_copy, progress,
-                   rng, run, say, show_traceback, version)
+from utils import (add_warning, api_key, digest, fail, fail_on_error, flag, inline,
+                   is_out_of_memory, open_stdout, parse_json, parser, print_warnings, private_copy,
+                   progress, rng, run, say, show_traceback, version)
 
 import ast
 import asyncio
 import base64
-import contextlib
 import fcntl
 import filecmp
 import importlib.util
 import inspect
-import itertools
 import json
 import math
 import os
 import runpy
 import sys
-import time
 from collections import Counter, deque
 from concurrent.futures import ThreadPoolExecutor
-from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
-from urllib.parse import parse_qsl
 from urllib.request import getproxies
 
 from colbench import (ANSWER, ENVIRONMENTS, OUTPUT, RECORD, RENDER_FAILED_REPLY, Episode, Renderer,
@@ -120,10 +115,7 @@ def add_engine_flags(p):
 
 
 def check_args(p, args):
-    """Parses the JSON flags, and exits if flags do not fit together.
-
-    Sets the flags of the model or server that is not there to None, for the episodes' `meta`.
-    """
+    """Parses the JSON flags, and exits if flags do not fit together."""
     for name in ("human_params", "agent_params"):
         with fail_on_error(f"--{name} is not a JSON object", parses=True):
             setattr(args, name, dict(parse_json(getattr(args, name))))
@@ -144,12 +136,6 @@ def check_args(p, args):
         fail("--temperature 0 makes all --candidates and --best_of of a turn the same message")
     if not args.temperature and args.k > 1:
         say("warning: with --temperature 0 only the human can make the episodes of a task differ")
-    if args.agent:  # no model runs, so that its flags are no settings of the episodes
-        args.model = args.thinking = args.engine = args.max_batch_tokens = args.dtype = None
-        args.candidates = args.candidates_share = None
-        args.best_of = args.critic = args.logprob_weight = None
-    if not samples:
-        args.temperature = args.top_p = args.max_tokens = args.agent_params = None
 
 
 def is_url(who):
@@ -285,16 +271,9 @@ class EpisodeRunner:
 
     async def human_reply(self, task, history):
         """Returns the human's reply to the last message."""
-        self.totals["asked"] += 1
-        try:
-            reply = await call_user_function(self.reply, task, history)
-        except Exception as e:  # counted apart: episodes that end without asking reset in_a_row
-            self.totals["human_in_a_row"] += not isinstance(e, EpisodeError)
-            raise
-        self.totals["human_in_a_row"] = 0
+        reply = await call_user_function(self.reply, task, history)
         if not isinstance(reply, str):
             raise EpisodeError(f"the human's reply is not a string: {reply!r}")
-        self.totals["replies"] += 1
         return reply
 
     async def add_candidates(self, record, sample):
@@ -340,8 +319,6 @@ class EpisodeRunner:
             self.max_context = min(self.max_context, self.engine.max_context)
         elif not args.agent:
             self.engine = TransformersEngine(args, self.stop)
-            if DEVICE == "cuda":
-                say("sampling with transformers; a vLLM server is many times as fast (--engine)")
         if args.critic and args.critic.endswith(".py"):
             self.critic = load_function(args.critic, "advantages")
         elif args.critic:
@@ -603,9 +580,8 @@ AttentionMaskInterface.register("grouped", sdpa_mask)
 # --- servers --------------------------------------------------------------------------------------
 
 class Endpoint:
-    """A client of an OpenAI-compatible server, which counts replies and tokens in `usage`."""
+    """A client of an OpenAI-compatible server. `usage` counts requests and tokens."""
     KEYS = ["OPENAI_API_KEY"]  # environment variables; the first that is set has the API key
-    role = None  # of a chat model: "agent" or "human"
     has_answered = False
 
     def __init__(self, url, args, body):
@@ -613,16 +589,12 @@ class Endpoint:
         import openai  # slow
         # a server on this machine is behind no proxy
         os.environ["no_proxy"] = getproxies().get("no", "") + ",localhost,127.0.0.1,::1"
-        self.url, self.body, self.usage = url, body, Counter()
-        base_url, _, query = url.partition("?")  # Azure's addresses end in ?api-version=...
+        self.url, self.body, self.usage = url, body, Counter(requests=0)
         names = [name for name in self.KEYS if os.environ.get(name)]
         self.key_name = names[0] if names else self.KEYS[0]
-        key = api_key(self.key_name)
-        self.client = openai.AsyncOpenAI(
-            base_url=base_url, default_query=dict(parse_qsl(query)), api_key=key,
-            default_headers={"api-key": key} if query else None, max_retries=args.retries,
-            timeout=openai.Timeout(args.timeout, connect=30),
-            http_client=openai.DefaultAsyncHttpxClient(event_hooks={"response": [take_status]}))
+        self.client = openai.AsyncOpenAI(base_url=url, api_key=api_key(self.key_name),
+                                         max_retries=args.retries,
+                                         timeout=openai.Timeout(args.timeout, connect=30))
 
     async def find_served_model(self):
         """Sets body["model"] and max_context. If several models are served, body must name one."""
@@ -630,19 +602,12 @@ class Endpoint:
             reply = await self.client.with_options(max_retries=0).get("/models", cast_to=object)
             served = {model["id"]: model.get("max_model_len") for model in reply["data"]}
         except Exception as e:
-            advice = "does the address end in /v1?"
-            if getattr(e, "status_code", None) in (401, 403):
-                advice = f"check the key in {self.key_name}"
-            elif type(e).__name__ in ("APIConnectionError", "APITimeoutError"):
-                advice = "is the server running, and its address right?"
-            fail(f"{self.url} does not list its models ({advice}): {error_text(e)}")
+            fail(f"{self.url} does not list its models (is the server running, does its address "
+                 f"end in /v1, is the key in {self.key_name} right?): {error_text(e)}")
         name = [*served][0] if len(served) == 1 else self.body.get("model")
         if name not in served:
-            advice = ""
-            if self.role:
-                advice = (f"; choose the {self.role}'s by --{self.role}_params "
-                          """'{"model": "NAME"}'""")
-            fail(f"{self.url} serves {', '.join(served) or 'no model'}, not {name}{advice}")
+            fail(f"{self.url} serves {', '.join(served) or 'no model'}, not {name}; choose one by "
+                 "--model, --human_params or --agent_params")
         self.body["model"], self.max_context = name, served[name] or math.inf
 
     async def request(self, path, parse, **body):
@@ -652,8 +617,7 @@ class Endpoint:
         """
         try:
             reply = await self.client.post(path, cast_to=object, body={**self.body, **body})
-            tokens = reported_tokens(reply)
-            self.usage.update(replies=1, reported=bool(tokens), **tokens)
+            self.usage.update({"requests": 1, **reported_tokens(reply)})
             result = parse(reply)
             self.has_answered = True
             return result
@@ -662,9 +626,6 @@ class Endpoint:
         except Exception as e:
             is_invalid = getattr(e, "status_code", None) in (400, 413, 422)
             rejected, error = is_invalid or isinstance(e, ValueError), error_text(e)
-            if is_invalid and self.role:
-                error += (f""" (--{self.role}_params '{{"NAME": VALUE}}' sets a parameter of """
-                          "requests; null removes it)")
         if rejected and self.has_answered:
             raise EpisodeError(f"{self.url}: {error}")
         raise OSError(f"{self.url}: {error}")
@@ -672,22 +633,8 @@ class Endpoint:
 
 def error_text(e):
     """Returns the type and text of a request's error: the server's words, or its cause."""
-    response = getattr(e, "response", None)
-    if response:
-        words = response.extensions.get("error", e)  # see take_status
-    else:
-        words = str(e.__cause__ or "") or e
+    words = e if getattr(e, "response", None) else e.__cause__ or e
     return f"{type(e).__name__}: {' '.join(str(words).split())[:200]}"
-
-
-async def take_status(response):
-    """Sets a response's status to that of an error in its body (OpenRouter), so that it raises."""
-    if response.status_code == 200 and b'"error"' in await response.aread():
-        with contextlib.suppress(LookupError, ValueError, TypeError, AttributeError):
-            body = response.json()
-            if error := body.get("error") or body["choices"][0].get("error"):
-                response.status_code, response.extensions["error"] = 500, error  # if it has no code
-                response.status_code = max(400, int(error["code"]))
 
 
 def reported_tokens(reply):
@@ -734,9 +681,9 @@ class ChatModel(Endpoint):
 
     async def model_name(self):
         """Returns the model's name, from the server unless the parameters have it."""
-        if "model" not in self.body and "?" not in self.url:  # Azure's address names it
+        if "model" not in self.body:
             await self.find_served_model()
-        return self.body.get("model")
+        return self.body["model"]
 
 
 class ChatAgent(ChatModel):
@@ -776,11 +723,13 @@ class ChatHuman(ChatModel):
         text = await self.request("/chat/completions", reply_text,
                                   messages=[{"role": "user", "content": content}])
         text, named, both_sides = own_words(text)
-        self.usage.update(named=named, both_sides=both_sides)
-        if environment(task).shows_pages:
-            return text
-        redacted = redact(text, task)
-        self.usage["redacted"] += redacted != text
+        redacted = text if environment(task).shows_pages else redact(text, task)
+        if redacted != text:
+            self.usage["replies redacted"] += 1
+        if named:
+            self.usage["replies began with a speaker's name"] += 1
+        if both_sides:
+            self.usage["replies continued with further speakers"] += 1
         return redacted
 
 
@@ -850,10 +799,6 @@ def is_truncated(choice):
 
 # --- files with act(), reply() or advantages() ----------------------------------------------------
 
-USER_THREADS = ThreadPoolExecutor(256)  # run the functions that are in WAITING
-WAITING = set()  # functions that are not async, and of which a call has waited
-
-
 def load_function(file, name):
     """Returns the function `name` that a Python file defines; it may be async."""
     sys.path.append(os.path.dirname(os.path.abspath(file)))  # so that it can import its neighbours
@@ -868,53 +813,30 @@ def load_function(file, name):
 def check_imports(file):
     """Raises ValueError if a Python file would import another module instead of its neighbour.
 
-    For example, `import utils` finds our utils.py, which is loaded already. The neighbours that the
-    file imports are checked, too.
+    For example, `import utils` finds our utils.py, which is loaded already.
     """
-    folder, files = Path(file).parent, [Path(file)]
-    for importing in files:  # it grows in the loop
-        for name in imported_names(importing):
-            for neighbour in (folder / f"{name}.py", folder / name / "__init__.py"):
-                if neighbour in files or not neighbour.exists():
-                    continue
-                found = importlib.util.find_spec(name).origin or "another folder"
-                if not os.path.exists(found) or not filecmp.cmp(found, neighbour, shallow=False):
-                    raise ValueError(f"`import {name}` in {importing} would find {found}, not "
-                                     f"{neighbour}; rename the latter")
-                if os.path.samefile(found, neighbour):  # else it is a copy of one of our scripts
-                    files.append(neighbour)
-
-
-def imported_names(file):
-    """Returns the top-level names of the modules that a Python file imports, anywhere in it."""
     names = []
-    for node in ast.walk(ast.parse(file.read_bytes(), str(file))):
+    for node in ast.walk(ast.parse(Path(file).read_bytes(), file)):
         if isinstance(node, ast.Import):
             names += [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom) and not node.level:  # not "from . import"
             names.append(node.module)
-    return [name.partition(".")[0] for name in names]
+    for name in names:
+        name = name.partition(".")[0]
+        neighbour = Path(file).parent / f"{name}.py"
+        if neighbour.exists():
+            found = importlib.util.find_spec(name).origin or "a folder"
+            if not os.path.exists(found) or not filecmp.cmp(found, neighbour, shallow=False):
+                raise ValueError(f"`import {name}` would find {found}, not {neighbour}; rename the "
+                                 "latter")
 
 
 async def call_user_function(function, *args):
     """Calls the agent, human or critic, which may be async, with copies, which it may change.
 
-    A function that is not async runs in the event loop, because this keeps batches full and
-    reproducible, until a call has waited, such as for a server. From then on it runs in threads, so
-    that the other episodes continue.
+    While a function that is not async runs, all other episodes wait.
     """
-    args = private_copy(args)
-    if function in WAITING:
-        loop = asyncio.get_running_loop()
-        result = await loop.run_in_executor(USER_THREADS, function, *args)
-    else:
-        start, cpu_start = time.monotonic(), time.thread_time()
-        result = function(*args)
-        seconds, cpu_seconds = time.monotonic() - start, time.thread_time() - cpu_start
-        if seconds > 0.2 and cpu_seconds < seconds / 10:
-            WAITING.add(function)
-            say(f"{getattr(function, '__name__', function)}() waits ({seconds:.1f} s) and is not "
-                "async: from now on its calls run in threads, many at once")
+    result = function(*private_copy(args))
     if inspect.isawaitable(result):
         result = await result
     return result
@@ -933,19 +855,27 @@ def checked_message(returned):
 
 # --- --resume and the settings that it compares ---------------------------------------------------
 
-# flags that are left out of meta, because they change no episode; `candidates` is written as
-# n_candidates
-NOT_IN_META = "given candidates k concurrency resume max_batch_tokens timeout retries".split()
+# the flags that determine episodes: of any agent, of a chat model as the agent, and of --model
+OF_ANY_AGENT = ["human_params", "max_turns", "seed"]
+OF_CHAT_MODEL = ["temperature", "top_p", "max_tokens"]
+OF_OWN_MODEL = ["model", "thinking", "engine", "dtype", "best_of", "logprob_weight",
+                "candidates_share"]
 
 
 def run_meta(args):
     """Returns what determines episodes: flags, files by their hashes, and the kinds' prompts."""
-    meta = {name: value for name, value in vars(args).items() if name not in NOT_IN_META}
+    names = OF_ANY_AGENT
+    if not args.agent:
+        names = OF_ANY_AGENT + OF_CHAT_MODEL + OF_OWN_MODEL
+    elif is_url(args.agent):
+        names = OF_ANY_AGENT + OF_CHAT_MODEL + ["agent_params"]
+    meta = {name: getattr(args, name) for name in names}
+    meta["agent"], meta["human"] = fingerprint(args.agent), fingerprint(args.human)
+    if not args.agent:
+        meta["critic"], meta["n_candidates"] = fingerprint(args.critic), args.candidates
     prompts = [(ANSWER, OUTPUT, kind.agent_prompt, kind.human_prompt)
                for kind in ENVIRONMENTS.values()]
-    return meta | {"version": version(), "agent": fingerprint(args.agent),
-                   "human": fingerprint(args.human), "critic": fingerprint(args.critic),
-                   "n_candidates": args.candidates, "prompts": digest(prompts)}
+    return meta | {"version": version(), "prompts": digest(prompts)}
 
 
 def fingerprint(who):
@@ -1004,16 +934,17 @@ def read_jobs(args, done, tasks):
     for record in read_records(sys.stdin, seen=Seen(tasks)):
         task, name = record["task"], task_id(record["task"])
         record["task"] = {"kind": task_kind(task), **task, "id": name}
-        k, start = args.k, 0
+        k, sample = args.k, 0
         if "dialogue_history" in record:
-            k, start = 1, record.get("sample", 0)
+            k, sample = 1, record.get("sample", 0)
             check_candidates_flags(args, record)
         elif not args.human:
             fail("--human is missing; --help says what it takes")
         else:
             check_prompts(task, llm_human=is_url(args.human))
-        free = (n for n in itertools.count(start) if (name, n) not in taken)
-        for sample in itertools.islice(free, k):
+        for _ in range(k):
+            while (name, sample) in taken:
+                sample += 1
             taken.add((name, sample))
             texts = message_texts(record.get("dialogue_history", ()))
             if texts and texts != done.get((name, sample), texts):
@@ -1058,8 +989,8 @@ class Collector:
     def __init__(self, runner, jobs, asked, emit):
         """asked: see asked_fields. emit: writes a record."""
         self.runner, self.emit, self.asked = runner, emit, asked
-        self.totals = runner.totals
-        self.jobs, self.n_jobs = deque(jobs), len(jobs)
+        self.jobs = deque(jobs)
+        self.n_written = self.n_failed = self.n_failed_in_a_row = 0
         self.error = None  # the one that ends the run
 
     async def run(self):
@@ -1067,23 +998,25 @@ class Collector:
         args = self.runner.args
         await self.runner.load()
         print_warnings()
-        self.bar = progress(f"episodes of {args.agent or args.model}", total=self.n_jobs,
-                            estimates=False)
+        self.bar = progress(f"episodes of {args.agent or args.model}", total=len(self.jobs))
         await asyncio.gather(*(self.worker() for _ in range(args.concurrency)))
 
     async def worker(self):
         """Runs jobs sequentially until none is left."""
         while self.jobs and not self.error:
             record, sample = self.jobs.popleft()
-            start = time.monotonic()
             try:
                 fields = await self.new_fields(record, sample)
-            except BaseException as e:  # also SystemExit
+            except SystemExit as e:  # of fail()
+                self.error = self.error or e
+            except Exception as e:
                 self.count_failure(e, f"task {record['task']['id']}, sample {sample} failed")
             else:
                 meta = {**record.get("meta", {}), **fields["meta"]}
                 self.emit({**record, **fields, "meta": meta})
-                self.count_episode(time.monotonic() - start)
+                self.n_written += 1
+                self.n_failed_in_a_row = 0
+                self.bar.update()
 
     async def new_fields(self, record, sample):
         """Returns the fields that a job adds to its record."""
@@ -1094,95 +1027,38 @@ class Collector:
         self.asked.pop("asked", None)  # only the first record has the list, as it may be long
         return fields
 
-    def count_episode(self, seconds):
-        """Counts an episode that took this long, and advances the progress bar."""
-        self.totals.update(episodes=1, seconds=seconds)
-        self.totals["in_a_row"] = 0
-        left = time_left(self.totals, self.n_jobs, self.runner.args.concurrency)
-        self.bar.set_postfix_str(f"{left} left", refresh=False)
-        self.bar.update()
-
     def count_failure(self, e, what):
-        """Counts a failed job, and prints why unless this ends the run."""
-        is_expected = isinstance(e, EpisodeError)
-        self.totals.update(failed=1, in_a_row=not is_expected)
-        if not isinstance(e, Exception) or exhausted_memory(e):
+        """Counts a failed job, and prints why, or ends the run."""
+        self.n_failed += 1
+        if is_out_of_memory(e):
             self.error = self.error or e
             return
         show_traceback(e)
-        message = f"{what}: {e}" if is_expected else f"{what}: {type(e).__name__}: {e}"
-        if max(self.totals["in_a_row"], self.totals["human_in_a_row"]) >= MOST_FAILURES:
+        if isinstance(e, EpisodeError):
+            message = f"{what}: {e}"
+        else:
+            message = f"{what}: {type(e).__name__}: {e}"
+            self.n_failed_in_a_row += 1
+        if self.n_failed_in_a_row >= MOST_FAILURES:
             self.error = self.error or SystemExit(
                 f"error: {inline(message)}; it is the {MOST_FAILURES}th failure in a row; rerun "
                 "with --resume FILE to continue")
-        elif self.totals["failed"] <= MOST_FAILURES:
+        elif self.n_failed <= MOST_FAILURES:
             say(message)
 
 
-def print_plan(args, jobs):
-    """Prints how many episodes run, and with what: loading and the first episode take minutes."""
-    agent = args.agent
-    if not agent:
-        agent = f"{args.model} with {args.engine or f'transformers on {DEVICE}'}"
-    existing = sum("dialogue_history" in record for record, _ in jobs)
-    if existing:
-        say(f"sampling {args.candidates} candidates per message of {counted(existing, 'dialogue')} "
-            f"from {agent}")
-    if new := len(jobs) - existing:
-        say(f"running {counted(new, 'episode')} of {agent}: human {args.human}, "
-            f"at most {counted(args.max_turns, 'turn')}, {min(new, args.concurrency)} at once")
-
-
-def time_left(totals, n_jobs, concurrency):
-    """Returns the time, such as 0:01:10, that the other episodes take if each takes the mean."""
-    n_left = n_jobs - totals["episodes"] - totals["failed"]
-    rounds = n_left / max(1, min(n_left, concurrency))  # n_left may be 0
-    return timedelta(seconds=round(rounds * totals["seconds"] / totals["episodes"]))
-
-
-def print_summary(args, runner, n_done):
-    """Prints what was written, what went wrong, and how many tokens the servers report.
-
-    n_done: number of episodes in the --resume file.
-    """
-    totals, facts = runner.totals, []
-    if totals["truncated"]:
-        percent = 100 * totals["truncated"] / totals["actions"]
-        limit = f" at --max_tokens {args.max_tokens}" if args.max_tokens else ""
-        facts.append(f"{percent:.1f} % of messages truncated{limit}")
-    replies = {"failed": totals["asked"] - totals["replies"]}  # {what happened: how often}
-    if "human" in runner.servers:
-        usage = runner.servers["human"].usage
-        replies |= {"redacted": usage["redacted"], "began with a speaker's name": usage["named"],
-                    "continued with further speakers": usage["both_sides"]}
-    for what, number in replies.items():
-        if number:
-            facts.append(f"{number} of {counted(totals['asked'], 'human reply')} {what}")
-    text = f"wrote {counted(totals['episodes'], 'episode')} of {args.agent or args.model}"
-    if n_done:
+def print_summary(args, runner, n_written, n_done):
+    """Prints what was written, and what the servers did. n_done: episodes in the --resume file."""
+    text = f"wrote {n_written} episodes of {args.agent or args.model}"
+    if args.resume:
         text += f" ({n_done} more in the --resume file)"
-    if facts:
-        text += f": {'; '.join(facts)}"
+    if runner.totals["truncated"]:
+        percent = 100 * runner.totals["truncated"] / runner.totals["actions"]
+        text += f": {percent:.1f} % of messages truncated"
     say(text)
     for role, server in runner.servers.items():
-        say(f"{role}: {tokens_used(server.usage)}")
-
-
-def tokens_used(usage):
-    """Returns a text of an Endpoint's counts, without tokens that its server does not report."""
-    text = counted(usage["replies"], "request")
-    if not usage["reported"]:
-        return f"{text}; the server reports no tokens"
-    if usage["reported"] < usage["replies"]:
-        text += f", of which {usage['reported']} report their tokens"
-    return (f"{text}, {usage['prompt_tokens']} prompt tokens, {usage['completion_tokens']} "
-            "completion tokens")
-
-
-def counted(number, noun):
-    """Returns "1 episode", "2 episodes", "2 human replies"."""
-    plural = noun[:-1] + "ies" if noun.endswith("y") else noun + "s"
-    return f"{number} {noun if number == 1 else plural}"
+        counts = [f"{number} {what.replace('_', ' ')}" for what, number in server.usage.items()]
+        say(f"{role}: {', '.join(counts)}")
 
 
 def main(args):
@@ -1196,14 +1072,15 @@ def main(args):
     jobs = [(record, n) for record, n in asked_jobs if (record["task"]["id"], n) not in done]
     collector = Collector(runner, jobs, asked_fields(asked_jobs), emit)
     if jobs:
-        print_plan(args, jobs)
+        say(f"running {len(jobs)} episodes of {args.agent or args.model}")
         asyncio.run(collector.run())
     print_warnings()
-    print_summary(args, runner, len(done))
+    print_summary(args, runner, collector.n_written, len(done))
     if collector.error:
         raise collector.error
-    if n_failed := runner.totals["failed"]:
-        fail(f"{n_failed} episodes failed and were not written; --resume FILE reruns them")
+    if collector.n_failed:
+        fail(f"{collector.n_failed} episodes failed and were not written; --resume FILE reruns "
+             "them")
 
 
 if __name__ == "__main__":

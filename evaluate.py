@@ -44,9 +44,10 @@ from colbench import (Seen, agent_messages, environment, read_records, settings,
                       task_kind)
 
 COUNTS = "turns", "tokens"  # the metrics that are counts, not shares
-# settings in `meta` that systems should share: all of collect.py's but the agent's and the seed
-CONDITIONS = ("human", "human_model", "human_params", "prompts", "max_turns", "max_tokens",
-              "temperature", "top_p", "thinking", "best_of", "critic", "logprob_weight")
+# what systems should share: the tasks' kind, and the settings in `meta` but the agent's and seeds
+CONDITIONS = ("environment", "human", "human_model", "human_params", "prompts", "max_turns",
+              "max_tokens", "temperature", "top_p", "thinking", "best_of", "critic",
+              "logprob_weight")
 
 
 def get_args(argv=None):
@@ -58,29 +59,12 @@ def get_args(argv=None):
 
 # --- systems and the metrics of their episodes ----------------------------------------------------
 
-class System:
-    """A system to compare, with what is kept of its records. read_system makes one."""
-
-    def __init__(self, name, files):
-        self.name, self.files = name, files  # files: one per seed
-        self.tasks = {}                      # {task id: {metric: mean over its episodes}}
-        self.n_episodes = 0
-        self.missing = None                  # how many episodes are missing; None: not known
-        self.success_bounds = None           # see there
-        self.reward_labels = set()           # such as "tests passed"
-        self.graders = set()                 # what the records' reward_by names
-        self.conditions = defaultdict(set)   # {setting: its values as JSON}
-
-    def add_conditions(self, record):
-        """Adds what the record's reward depends on, besides the agent."""
-        self.reward_labels.add(environment(record["task"]).reward_name)
-        if "reward_by" in record:
-            self.graders.add(record["reward_by"])
-        of_record = {"environment": task_kind(record["task"])}
-        made_with = settings(record.get("meta", {}))
-        of_record |= {name: made_with[name] for name in CONDITIONS if name in made_with}
-        for name, value in of_record.items():
-            self.conditions[name].add(json.dumps(value, sort_keys=True))
+class System(NamedTuple):
+    """A system to compare, with what is kept of its records."""
+    name: str
+    files: list  # one per seed
+    tasks: dict  # {task id: {metric: mean over its episodes}}
+    facts: dict  # fields of its result, see read_system
 
 
 def episode_metrics(record):
@@ -111,8 +95,11 @@ def task_means(episodes, most_k):
 
 def metric_names(systems):
     """Returns the names of all systems' metrics, in the order in which they first occur."""
-    all_means = chain(*(system.tasks.values() for system in systems))
-    return list(dict.fromkeys(chain(*all_means)))
+    names = {}
+    for system in systems:
+        for means in system.tasks.values():
+            names |= dict.fromkeys(means)
+    return list(names)
 
 
 # --- means and intervals --------------------------------------------------------------------------
@@ -172,14 +159,9 @@ def result(system, first, metrics):
     metrics: the names of all systems' metrics, so that all records have the same fields.
     """
     values = {metric: values_of(system, metric, system.tasks) for metric in metrics}
-    conditions = {name: [json.loads(text) for text in sorted(texts)]
-                  for name, texts in system.conditions.items()}
-    out = {"system": system.name, "files": system.files, "rewards": sorted(system.reward_labels),
-           "reward_by": sorted(system.graders), "conditions": conditions,
-           "episodes": system.n_episodes, "missing": system.missing,
-           "success_bounds": system.success_bounds, "tasks": len(system.tasks),
-           "version": version(),
-           **with_intervals(values, shares=[x for x in metrics if x not in COUNTS])}
+    shares = [metric for metric in metrics if metric not in COUNTS]
+    out = {"system": system.name, "files": system.files, **system.facts,
+           "tasks": len(system.tasks), "version": version(), **with_intervals(values, shares)}
     if system is not first:
         out["minus_first"] = minus_first(system, first)
     return out
@@ -213,16 +195,11 @@ def row(r, first, metrics):
     cells |= {"episodes": str(r["episodes"]), "tasks": str(r["tasks"])}
     if "minus_first" in r:
         gaps = r["minus_first"]
-        if gaps["tasks"] == r["tasks"] == first["tasks"]:
-            of_tasks = ""  # both have just these
-        elif gaps["tasks"] == 1:
-            of_tasks = ", 1 task"
-        else:
-            of_tasks = f", {gaps['tasks']} tasks"
-        cells[f"success - first{of_tasks}"] = cell(gaps, "success", "+")
-        cells[f"tests passed - first{of_tasks}"] = cell(gaps, "tests_passed", "+")
+        common = "" if same_tasks(r, first) else f" (common: {gaps['tasks']})"
+        cells[f"success - first{common}"] = cell(gaps, "success", "+")
+        cells[f"tests passed - first{common}"] = cell(gaps, "tests_passed", "+")
         if "success" not in metrics:
-            cells[f"wins %{of_tasks}"] = cell(gaps, "wins")
+            cells[f"wins %{common}"] = cell(gaps, "wins")
     return cells
 
 
@@ -243,75 +220,64 @@ def shows_interval(metric):
     return metric in ("tests_passed", "success", "wins") or metric.startswith("pass^")
 
 
+def same_tasks(r, first):
+    """Returns whether a result is of the same tasks as the first system's."""
+    return r["minus_first"]["tasks"] == r["tasks"] == first["tasks"]
+
+
 # --- the notes: what the table shows, and what makes a comparison unfair --------------------------
 
-def notes(systems, results, metrics):
+def notes(results):
     """Returns the lines below the table."""
-    graders = set(chain(*(system.graders for system in systems)))
-    parts = [interval_note(results, metrics)]
+    graders = sorted({name for r in results for name in r["reward_by"]})
+    parts = ["[95 % bootstrap intervals over tasks, exact ones for 0 and 100 %]"]
     if graders:
-        parts.append(f"graded by {' and '.join(sorted(graders))}")
-    parts += task_notes(systems)
+        parts.append(f"graded by {' and '.join(graders)}")
+    parts += task_notes(results)
     if len(graders) > 1:
         parts.append("NOT COMPARABLE: different graders")
     lines = ["; ".join(parts)]
-    if differ := different_conditions(systems):
+    if differ := different_conditions(results):
         lines.append(f"NOT THE SAME CONDITIONS: {', '.join(differ)}")
-    return lines + [missing_note(system) for system in systems if system.missing]
+    return lines + [missing_note(r) for r in results if r["missing"]]
 
 
-def interval_note(results, metrics):
-    shown = [metric for metric in metrics if shows_interval(metric)]
-    if any(r[metric] in (0, 1) for r in results for metric in shown):
-        return "[95 % bootstrap intervals over tasks, exact ones for 0 and 100 %]"
-    return "[95 % bootstrap intervals over tasks]"
-
-
-def task_notes(systems):
+def task_notes(results):
     """Returns notes about the systems that have other tasks than the first one."""
-    first, *others = systems
-    differing = [system for system in others if system.tasks.keys() != first.tasks.keys()]
-    apart = [system.name for system in differing if system.tasks.keys().isdisjoint(first.tasks)]
+    first, *others = results
+    apart = [r["system"] for r in others if r["minus_first"]["tasks"] == 0]
     parts = []
-    if len(differing) > len(apart):
+    if any(r["minus_first"]["tasks"] > 0 and not same_tasks(r, first) for r in others):
         parts.append("NOT THE SAME TASKS: compare only the differences")
     if apart:
-        parts.append(f"NO COMMON TASK with {first.name}: {', '.join(apart)}")
+        parts.append(f"NO COMMON TASK with {first['system']}: {', '.join(apart)}")
     return parts
 
 
-def different_conditions(systems):
+def different_conditions(results):
     """Returns texts such as "max_turns 6 or 10" of the settings in which systems differ.
 
     A system whose records do not have a setting is not known to differ.
     """
     texts = []
-    for name in ("environment", *CONDITIONS):
-        sets = [system.conditions[name] for system in systems if name in system.conditions]
-        if any(values != sets[0] for values in sets):
-            values = dict.fromkeys(text for values in sets for text in sorted(values))
-            texts.append(f"{name} {' or '.join(str(json.loads(text)) for text in values)}")
+    for name in CONDITIONS:
+        values = [r["conditions"][name] for r in results if name in r["conditions"]]
+        if any(of_system != values[0] for of_system in values):
+            different = dict.fromkeys(str(value) for value in chain(*values))
+            texts.append(f"{name} {' or '.join(different)}")
     return texts
 
 
-def missing_note(system):
-    asked = system.n_episodes + system.missing
-    note = f"{system.name} lacks {system.missing} of its {asked} episodes"
-    if system.success_bounds:
-        low, high = system.success_bounds
+def missing_note(r):
+    n_asked = r["episodes"] + r["missing"]
+    note = f"{r['system']} lacks {r['missing']} of its {n_asked} episodes"
+    if r["success_bounds"]:
+        low, high = r["success_bounds"]
         note += f": with them, success would be between {100 * low:.1f} and {100 * high:.1f} %"
     return note
 
 
 # --- reading the files, and which episodes are missing --------------------------------------------
-
-class EpisodeKey(NamedTuple):
-    """What identifies an episode of a system."""
-    file: str
-    seed: int
-    task: str
-    sample: int
-
 
 def named_systems(args):
     """Returns the systems of the command line, named NAME or by file stem (path if ambiguous)."""
@@ -332,35 +298,66 @@ def named_systems(args):
             for name, files in files_of.items()]
 
 
+class Episode(NamedTuple):
+    """What is kept of a record."""
+    key: tuple         # (file, seed, task id, sample)
+    settings: dict     # the others of its `meta`, and its task's kind
+    asked_hash: str    # see collect.asked_fields
+    metrics: dict      # {metric: value}
+    reward_name: str   # such as "tests passed"
+    reward_by: str     # the grader
+
+
 def read_system(name, files, tasks):
     """Returns the System of these files. tasks: of all systems, see colbench.Seen."""
-    system = System(name, files)
-    episodes = []                # [EpisodeKey]
-    settings_of = {}             # {EpisodeKey: settings}
-    asked_of = {}                # {asked_hash: {task id: samples}}, see collect.asked_fields
-    runs = set()                 # {(file, seed, asked_hash)}
-    metrics = defaultdict(list)  # {task id: [{metric: value} of each episode]}
+    episodes, asked_of = [], {}  # asked_of: {asked_hash: {task id: samples}}
     for file, record in read_files(files, tasks):
-        meta, task = record.get("meta", {}), task_id(record["task"])
-        made_with = settings(meta)
-        episode = EpisodeKey(file, made_with.pop("seed", 0), task, record.get("sample"))
-        if "sample" in record and settings_of.setdefault(episode, made_with) != made_with:
-            fail(f"{file} has episodes of two systems, such as sample {record['sample']} "
-                 f"of the task {task}: split it (two seeds: NAME=FILE,FILE)")
-        episodes.append(episode)
-        runs.add((file, episode.seed, meta.get("asked_hash")))
+        meta = record.get("meta", {})
+        episodes.append(read_episode(file, record, meta))
         if "asked" in meta and "asked_hash" in meta:
             asked_of[meta["asked_hash"]] = meta["asked"]
-        metrics[task].append(episode_metrics(record))
-        system.add_conditions(record)
-    system.n_episodes = len(episodes)
+    refuse_two_systems(episodes)
+    metrics = defaultdict(list)  # {task id: [{metric: value} of each episode]}
+    for episode in episodes:
+        _, _, task, _ = episode.key
+        metrics[task].append(episode.metrics)
     most_k = min(sum("success" in e for e in of_task) for of_task in metrics.values())
-    system.tasks = {task: task_means(metrics[task], most_k) for task in sorted(metrics)}
-    asked = asked_episodes(episodes, runs, asked_of)
+    means = {task: task_means(metrics[task], most_k) for task in sorted(metrics)}
+    asked = asked_episodes(episodes, asked_of)
+    found = {name: distinct(e.settings[name] for e in episodes if name in e.settings)
+             for name in CONDITIONS}
+    facts = {"rewards": distinct(e.reward_name for e in episodes),
+             "reward_by": distinct(e.reward_by for e in episodes if e.reward_by),
+             "conditions": {name: values for name, values in found.items() if values},
+             "episodes": len(episodes), "missing": None, "success_bounds": None}
     if asked is not None:
-        system.missing = len(asked) - len(episodes)
-        system.success_bounds = success_bounds(metrics, asked)
-    return system
+        facts["missing"] = len(asked) - len(episodes)
+        facts["success_bounds"] = success_bounds(metrics, asked)
+    return System(name, files, means, facts)
+
+
+def read_episode(file, record, meta):
+    task = record["task"]
+    made_with = settings(meta) | {"environment": task_kind(task)}
+    key = file, made_with.pop("seed", 0), task_id(task), record.get("sample")
+    return Episode(key, made_with, meta.get("asked_hash"), episode_metrics(record),
+                   environment(task).reward_name, record.get("reward_by"))
+
+
+def refuse_two_systems(episodes):
+    """Exits if a sample of a task is there with different settings."""
+    settings_of = {}  # {key: settings}
+    for e in episodes:
+        file, _, task, sample = e.key
+        if sample is not None and settings_of.setdefault(e.key, e.settings) != e.settings:
+            fail(f"{file} has episodes of two systems, such as sample {sample} of the task "
+                 f"{task}: split it (two seeds: NAME=FILE,FILE)")
+
+
+def distinct(values):
+    """Returns the different ones of values that JSON can hold, such as dicts, in a fixed order."""
+    texts = {json.dumps(value, sort_keys=True) for value in values}
+    return [json.loads(text) for text in sorted(texts)]
 
 
 def read_files(files, tasks):
@@ -374,19 +371,20 @@ def read_files(files, tasks):
             yield source, record
 
 
-def asked_episodes(episodes, runs, asked_of):
-    """Returns the set of Episodes that collect.py was asked for, or None if it is not known.
+def asked_episodes(episodes, asked_of):
+    """Returns the set of keys of the episodes that collect.py was asked for, None if not known.
 
     It is not known if a record is of another program or an older version, if a run's first record,
     which has the list, is not there, or if records were changed or doubled.
     """
+    keys = [episode.key for episode in episodes]
     asked = set()
-    for file, seed, asked_hash in runs:
+    for file, seed, asked_hash in {(*e.key[:2], e.asked_hash) for e in episodes}:
         if asked_hash not in asked_of:
             return None
         for task, samples in asked_of[asked_hash].items():
-            asked |= {EpisodeKey(file, seed, task, sample) for sample in samples}
-    if len(set(episodes)) < len(episodes) or not asked.issuperset(episodes):
+            asked |= {(file, seed, task, sample) for sample in samples}
+    if len(set(keys)) < len(keys) or not asked.issuperset(keys):
         return None
     return asked
 
@@ -399,7 +397,7 @@ def success_bounds(metrics, asked):
     if not all("success" in episode for episode in chain(*metrics.values())):
         return None
     least, most = [], []  # of each task
-    for task, n_asked in Counter(episode.task for episode in asked).items():
+    for task, n_asked in Counter(task for _, _, task, _ in asked).items():
         of_task = metrics.get(task, [])
         solved = sum(episode["success"] for episode in of_task)
         least.append(solved / n_asked)
@@ -413,7 +411,7 @@ def main(args):
     results = [result(system, systems[0], metrics) for system in systems]
     for r in results:
         emit(r)
-    for text in table(results, metrics) + notes(systems, results, metrics):
+    for text in table(results, metrics) + notes(results):
         say(text)
 
 

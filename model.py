@@ -76,7 +76,7 @@ from transformers.utils import logging
 from colbench import (HIDDEN, check_opening, hidden_information, read_records, task_id, task_kind,
                       with_hidden)
 from utils import (RANK, WORLD, add_warning, barrier, changed_scripts, digest, drop_checkpoints,
-                   exhausted_memory, fail, fail_on_error, print_warnings, progress, refuse_pointer,
+                   fail, fail_on_error, is_out_of_memory, print_warnings, progress, refuse_pointer,
                    rng, rows_of, say, sum_over_ranks, writing)
 
 GQA = {"enable_gqa": True} if torch.__version__ >= "2.12" else {}  # torch 2.11 always enables it
@@ -681,7 +681,7 @@ def find_model(path, weights=False):
         config = AutoConfig.from_pretrained(path, trust_remote_code=False)
         tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=False)
     except Exception as e:  # transformers raises any error for a file that it can't parse
-        if exhausted_memory(e):
+        if is_out_of_memory(e):
             raise
         name = "" if isinstance(e, (OSError, ValueError)) else f"{type(e).__name__}: "
         fail(f"no model at {path!r}: {name}{(str(e) or repr(e)).splitlines()[0]}")
@@ -928,7 +928,7 @@ def try_trees(model, turns, own_logps):
         model.lm.set_attn_implementation("tree")
         logps, leak = logps_and_leak(model, turns)
     except Exception as e:  # any, such as AttributeError: GPT-2 has no lm.model
-        if exhausted_memory(e):
+        if is_out_of_memory(e):
             raise
         say(f"warning: tree attention fails: {type(e).__name__}: {e}")
         return False

@@ -30,7 +30,6 @@ import os
 import pickle
 import platform
 import random
-import re
 import shutil
 import signal
 import subprocess
@@ -55,11 +54,11 @@ if WORLD > 1:  # a slow import, needed only to communicate
 # --- flags ----------------------------------------------------------------------------------------
 
 class StoreGiven(argparse.Action):
-    """Stores a flag's value, and in args.given that the flag was given, {name: its default}."""
+    """Stores a flag's value, and its name in args.given, the list of the flags that were given."""
 
     def __call__(self, parser, args, value, option_string=None):
         setattr(args, self.dest, value)
-        args.given = {**args.given, self.dest: self.default}
+        args.given = [*args.given, self.dest]
 
 
 class Parser(argparse.ArgumentParser):
@@ -67,7 +66,7 @@ class Parser(argparse.ArgumentParser):
 
     def __init__(self, **how):
         super().__init__(**how)
-        self.set_defaults(given={})  # see StoreGiven
+        self.set_defaults(given=[])  # see StoreGiven
 
     def refuse_unused(self, args, holds):
         """Exits if a flag is given that has no effect. holds: {a flag's `only`: whether it is so}.
@@ -88,9 +87,12 @@ class Parser(argparse.ArgumentParser):
 def parser(doc, usage, parallel=False):
     """Returns a Parser whose --help shows a script's docstring; flags can't be abbreviated.
 
-    parallel: whether torchrun may start several processes of the script, see refuse_processes.
+    parallel: whether torchrun may start several processes of the script.
     """
-    refuse_processes(parallel)
+    if not 0 <= RANK < WORLD:
+        fail(f"the environment has RANK={RANK}, WORLD_SIZE={WORLD}: let torchrun set both")
+    if WORLD > 1 and not parallel:
+        fail(f"{WORLD} processes were started, but this script is one: leave out torchrun")
     form = functools.partial(argparse.RawDescriptionHelpFormatter, max_help_position=36, width=110)
     return Parser(description=doc, usage=usage, formatter_class=form, allow_abbrev=False)
 
@@ -231,31 +233,22 @@ class RunDirectory:
     def compare_scripts_and_flags(self):
         """Exits if the run in --out is of other scripts or flags."""
         if changed := changed_scripts(self.out):
-            self.refuse(f"another {changed}", f"run its own copies (python {self.out}/NAME.py)")
+            self.refuse(f"different {changed} (it has copies)")
         old = [row for row in self.rows if "args" in row][-1]["args"]
         for name, new in vars(self.args).items():
-            if name in old:
-                was = old[name]
-            elif name in self.args.given:  # a flag that the run's scripts did not have
-                was = self.args.given[name]  # its default
-            else:
-                was = new
-            if was != new and name not in self.MAY_CHANGE:
-                self.refuse(f"--{name} {was}, not {new}", "repeat its command")
+            if old.get(name) != new and name not in self.MAY_CHANGE:
+                self.refuse(f"--{name} {old.get(name)}, not {new}")
 
     def compare_facts(self, facts):
         """Exits if the run in --out has other data, steps, weights or precision."""
-        of_name = {"dtype": "another --dtype", "model_weights": "a --model of other weights"}
         for name, new in facts.items():
-            if name in self.rows[0] and self.rows[0][name] != new:  # older versions logged fewer
-                self.refuse(of_name.get(name, "other data than stdin"),
-                            "repeat its command with its data")
+            if self.rows[0].get(name) != new:
+                self.refuse(f"different {name}")
 
-    def refuse(self, difference, remedy):
-        """Exits because the run in --out differs from the command, and says what to do."""
-        if self.finished and hasattr(self.args, "score"):
-            remedy += f", score with it by --score {self.out}"
-        fail(f"the run in {self.out} has {difference}: {remedy}, or choose another --out")
+    def refuse(self, difference):
+        """Exits because the run in --out differs from the command."""
+        fail(f"the run in {self.out} has {difference}: repeat its command with its data, model and "
+             "scripts, or choose another --out")
 
     def begin(self, groups, held_out, steps, **facts):
         """Writes the first row, or checks that the run in --out has the same facts and pairs.
@@ -274,9 +267,8 @@ class RunDirectory:
             drop_checkpoints(self.out)  # a kill may have left some
             return say(f"{self.out} is already trained with these scripts, flags and data; choose "
                        "another --out to train again")
-        hint = ": training signal will be weak" if len(pairs) < 50 or steps < 30 else ""
         unit = "pairs" if any(pair.rejected for pair in pairs) else "trajectories"
-        say(f"{len(pairs)} {unit}, {steps} steps{hint}")
+        say(f"{len(pairs)} {unit}, {steps} steps")
         self.write_first_row(facts)
         with fail_on_error(f"{self.out} can't be written"):
             for name in glob.glob("*.py", root_dir=HERE):
@@ -329,30 +321,6 @@ def drop_checkpoints(out, keep=None):
 
 
 # --- ranks ----------------------------------------------------------------------------------------
-
-# {variable: its value if srun or mpirun started one process}; SLURM_NTASKS is also a batch script's
-SINGLE = {"SLURM_PROCID": 0, "SLURM_STEP_NUM_TASKS": 1, "OMPI_COMM_WORLD_SIZE": 1, "PMI_SIZE": 1}
-
-
-def refuse_processes(parallel):
-    """Exits if this is one of several processes, except a `parallel` script's by torchrun."""
-    names = "RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"
-    if not 0 <= RANK < WORLD or WORLD > 1 and not all(os.environ.get(name) for name in names):
-        values = ", ".join(f"{name}={os.environ.get(name, '')}" for name in names)
-        fail(f"the environment has {values}: let torchrun set all of these, or unset them all")
-    if WORLD > 1 and not parallel:
-        message = f"{WORLD} processes were started, but this script is one: leave out torchrun"
-        if RANK:
-            end_after_rank_0(message)
-        fail(message)
-    if "RANK" in os.environ:
-        return  # torchrun's
-    start = "one torchrun per node" if parallel else "one"
-    for name, value in SINGLE.items():
-        if int(os.environ.get(name) or 0) > value:
-            fail(f"{name}={os.environ[name]}: several processes were started, each of which would "
-                 f"do all the work; start {start}, or unset {name}")
-
 
 def end_after_rank_0(message):
     """Waits 5 s, so that rank 0 prints the error and torchrun ends this rank; then exits."""
@@ -426,9 +394,15 @@ def kept_and_shared(make):
 # --- records: JSON lines from stdin or a file to stdout -------------------------------------------
 
 def read_jsonl(stream, name="stdin"):
-    """Yields (place, object) of each line but blank ones; a line that is not JSON is an error."""
-    for number, line in read_lines(stream, name):
-        place = f"{name}, line {number}"
+    """Yields (place, object) of each line but blank ones; exits at others, and if there is none."""
+    if stream is sys.stdin and stream.isatty():
+        say("reading records from the terminal; for a file use < FILE, and Ctrl-D ends the input")
+    is_empty = True
+    for number, line in enumerate(getattr(stream, "buffer", stream), 1):
+        if not line.strip():
+            continue
+        is_empty, place = False, f"{name}, line {number}"
+        refuse_pointer(line, name)
         try:
             record = parse_json(line)
             if b"\\ud" in line.lower() or b"\xed" in line:  # it may hold a surrogate
@@ -438,18 +412,6 @@ def read_jsonl(stream, name="stdin"):
         if not isinstance(record, dict):
             fail(f"{place}: not a JSON object")
         yield place, record
-
-
-def read_lines(stream, name):
-    """Yields (number, line) of each line but blank ones, as bytes; exits if there is none."""
-    is_empty = True
-    if stream is sys.stdin and stream.isatty():
-        say("reading records from the terminal; for a file use < FILE, and Ctrl-D ends the input")
-    for number, line in enumerate(getattr(stream, "buffer", stream), 1):
-        if line.strip():
-            refuse_pointer(line, name)
-            is_empty = False
-            yield number, line
     if is_empty:
         fail(f"{name} is empty; did the previous stage fail?")
 
@@ -566,18 +528,12 @@ def print_warnings():
     WARNINGS.clear()
 
 
-def progress(label, items=None, total=None, initial=0, estimates=True):
-    """Returns a tqdm bar, over items or updated by hand, that only rank 0 shows.
-
-    estimates: whether tqdm estimates the time left; else the caller does, as the bar's postfix.
-    """
+def progress(label, items=None, total=None, initial=0):
+    """Returns a tqdm bar, over items or updated by hand, that only rank 0 shows."""
     how = {"mininterval": 0.1, "delay": 0.1, "leave": False}
-    if not estimates:
-        how["bar_format"] = "{l_bar}{bar}| {n_fmt}/{total_fmt}{postfix}"
     if not sys.stderr.isatty():  # a line every 10 seconds instead of a bar
-        left = ", {remaining} left" if estimates else ""
         how = {"mininterval": 10, "delay": 10, "leave": True,
-               "bar_format": "{desc}: {n_fmt} of {total_fmt}" + left + "{postfix}\n"}
+               "bar_format": "{desc}: {n_fmt} of {total_fmt}, {remaining} left{postfix}\n"}
     return tqdm(items, total=total, initial=initial, desc=label, disable=RANK > 0,
                 file=sys.stderr, position=0, **how)
 
@@ -601,14 +557,14 @@ def fail_on_error(what, parses=False):
     """Turns an exception inside into the message "error: WHAT: reason".
 
     A code error (CODE_ERRORS) also shows its traceback, unless the code inside `parses` a file or
-    reply of others, where bad data raises such errors, too. Out of memory: see memory_errors.
+    reply of others, where bad data raises such errors, too. It leaves running out of memory to run.
     """
     try:
         yield
     except (SystemExit, GeneratorExit):
         raise
     except BaseException as e:  # torch's CheckpointException does not subclass Exception
-        if exhausted_memory(e):
+        if is_out_of_memory(e):
             raise
         if not parses:
             show_traceback(e)
@@ -656,62 +612,30 @@ def writing(path):
             raise
 
 
-def exhausted_memory(e):
-    """Returns what an error says is exhausted, such as "GPU memory", or None for other errors."""
-    text = str(e)
+def is_out_of_memory(e):
+    """Returns whether an error says that the memory of the CPU or a GPU is exhausted."""
     if isinstance(e, MemoryError) or getattr(e, "errno", None) == errno.ENOMEM:
-        return "CPU memory"
-    if not isinstance(e, RuntimeError):
-        return None
-    if "DefaultCPUAllocator" in text or "Cannot allocate memory" in text:
-        return "CPU memory"
-    if "can't start new thread" in text:
-        return "CPU memory or threads"
-    if "out of memory" in text or "ALLOC_FAILED" in text:  # torch's, cuBLAS', cuDNN's, NCCL's
-        return "GPU memory"
-    return None
+        return True
+    words = ("out of memory", "ALLOC_FAILED", "DefaultCPUAllocator", "Cannot allocate memory",
+             "can't start new thread")
+    return isinstance(e, RuntimeError) and any(text in str(e) for text in words)
+
+
+MEMORY_ADVICE = {"tree_tokens": "a lower --tree_tokens", "recompute": "--recompute 1",
+                 "offload": "--offload 1", "max_batch_tokens": "a lower --max_batch_tokens",
+                 "concurrency": "a lower --concurrency"}  # {flag: how it saves memory}
 
 
 @contextlib.contextmanager
-def memory_errors(args):
-    """Turns running out of memory into one message: which memory, where, and which flags help.
-
-    Also if this happened to another rank, which has ended, so that communication fails here.
-    """
+def fail_if_out_of_memory(args):
+    """Exits if the code inside runs out of memory, and names the script's flags that save some."""
     try:
         yield
     except Exception as e:
-        if WORLD > 1 and "closed by peer" in str(e):  # gloo's words
-            fail("another rank has ended: see its error")
-        memory = exhausted_memory(e)
-        if not memory:
+        if not is_out_of_memory(e):
             raise
-        asked = re.search(r"ried to allocate ([\d.]+ \w+)", str(e))
-        wanted = f", which tried to allocate {asked[1]}" if asked else ""
-        fail(f"out of {memory}{place_in_scripts(e)}{wanted}{memory_advice(vars(args), memory)}")
-
-
-def place_in_scripts(e):
-    """Returns " in FUNCTION (FILE)": where in the scripts, except this one, the error arose."""
-    place = ""
-    for frame in traceback.extract_tb(e.__traceback__):  # innermost last
-        folder, file = os.path.split(os.path.abspath(frame.filename))
-        if folder == HERE and file != "utils.py":
-            place = f" in {frame.name} ({file})"
-    return place
-
-
-def memory_advice(flags, memory):
-    """Returns ": try ..." with the flags that save memory. flags: {name: value} of the script."""
-    on_gpu = memory == "GPU memory"
-    advice = [f"a lower --{name} (now {flags[name]})"
-              for name in ("tree_tokens", "max_batch_tokens", "concurrency") if name in flags]
-    recompute = flags.get("recompute")
-    if flags.get("out") and (recompute == 0 or recompute is None and not on_gpu):
-        advice.append("--recompute 1")
-    if on_gpu and flags.get("offload") == 0:
-        advice += ["--offload 1", "more GPUs"]
-    return f": try {', '.join(advice)}" if advice else ""
+        advice = [text for name, text in MEMORY_ADVICE.items() if hasattr(args, name)]
+        fail(f"out of memory: {reason_of(e)}; try {', '.join([*advice, 'a larger machine'])}")
 
 
 # --- the program and its signals ------------------------------------------------------------------
@@ -737,20 +661,18 @@ def end_at_ctrl_c():
 
 
 def run(main, args):
-    """Calls main(args), which Ctrl-C kills."""
+    """Calls main(args), which Ctrl-C kills. An error of another rank waits for that of rank 0."""
     end_at_ctrl_c()
     try:
-        with memory_errors(args):
+        with fail_if_out_of_memory(args):
             main(args)
     except SystemExit as e:
         if RANK:
             end_after_rank_0(e.code)
         raise
-    finally:
-        if WORLD == 1 or sys.exc_info()[0] is None:  # else other ranks may be waiting
-            torch = sys.modules.get("torch")  # not every script imports it
-            if torch and torch.distributed.is_initialized():
-                torch.distributed.destroy_process_group()  # prevents a warning of NCCL
+    torch = sys.modules.get("torch")  # not every script imports it
+    if torch and torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()  # prevents a warning of NCCL
 
 
 # --- hashes, seeded randomness, the version of the scripts ----------------------------------------
@@ -778,18 +700,13 @@ def plain(x):
 def commit():
     """Returns the commit of these scripts, with "-dirty" if files have changed since.
 
-    It is "unknown" for scripts that git does not track, whatever repo is around them; but for a
-    run's copies, "copy of COMMIT" names the commit that the run began with.
+    It is "unknown" for scripts that git does not track, whatever repo is around them.
     """
     git = functools.partial(subprocess.run, cwd=HERE, capture_output=True, text=True)
     with contextlib.suppress(OSError):  # git may not be installed
         if git(["git", "ls-files", "--error-unmatch", os.path.basename(__file__)]).returncode == 0:
             return git(["git", "describe", "--always", "--dirty"]).stdout.strip() or "unknown"
-    rows = rows_of(HERE)  # [] unless these are the copies of a run
-    if not rows:
-        return "unknown"
-    original = rows[0]["version"].partition(",")[0]
-    return "copy of " + original.removeprefix("copy of ")
+    return "unknown"
 
 
 @functools.cache
@@ -803,5 +720,3 @@ def version():
 
 
 open_standard_streams()
-if os.path.dirname(os.path.abspath(sys.argv[0])) == HERE:  # one of the scripts is run
-    end_at_ctrl_c()  # already now, since libraries take seconds to load

@@ -256,10 +256,10 @@ def test_a_server_plays_the_agent_and_the_human_and_sees_only_what_they_may(
             assert history[t] == want
         assert ("cut" in str(history)) == any("cut" in m for m in agent_messages(r))
     assert any("cut" in m for r in played for m in agent_messages(r)[:-1])  # shown to the human
-    counts = {role: f"{role}: {collect.counted(n, 'request')}" for role, n in both.n_replies.items()}
+    counts = {role: f"{role}: {n} requests" for role, n in both.n_replies.items()}
     for role, n in both.n_replies.items():
-        counts[role] += (f", {100 * n} prompt tokens, {tokens[role]} completion tokens" if usage
-                         else "; the server reports no tokens")
+        if usage:
+            counts[role] += f", {100 * n} prompt tokens, {tokens[role]} completion tokens"
     assert said.endswith(f"\n{counts['human']}\n{counts['agent']}\n")
     for r in played:
         r["reward"] = 0.0
@@ -273,8 +273,8 @@ def test_parameters_change_the_requests_and_choose_the_model(tasks, playing):
     server.models = ["a", "b"]
     flags = ["--agent", server.url, "--max_turns", 1]
     _, _, end = playing(tasks[:1], *flags)
-    assert str(end) == (f"error: {server.url} serves a, b, not None; choose the agent's by "
-                        """--agent_params '{"model": "NAME"}'""")
+    assert str(end) == (f"error: {server.url} serves a, b, not None; choose one by --model, "
+                        "--human_params or --agent_params")
     params = {"model": "b", "max_tokens": None, "max_completion_tokens": 9, "temperature": 0.25}
     (r,), _, _ = playing(tasks[:1], *flags, "--agent_params", json.dumps(params))
     ((_, body, _),) = server.seen

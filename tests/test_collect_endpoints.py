@@ -120,8 +120,7 @@ def test_an_llm_humans_reply_is_short_and_quotes_no_code_however_spaced(tasks, p
     replies = [m["content"] for r in played for m in r["dialogue_history"][2::2]]
     start = f"hi ?, {prose}: [...] so so"
     assert replies and all(r.startswith(start) and len(r) <= 400 for r in replies)
-    n = len(replies)
-    assert f"; {n} of {n} human replies redacted" in last and "replies failed" not in last
+    assert f", {len(replies)} replies redacted\n" in last
     for _, body, _ in human.seen:
         assert "max_tokens" not in body and body["max_completion_tokens"] == 20
         assert body["temperature"] == 0 and body["top_p"] == 0.5
@@ -215,9 +214,8 @@ def test_the_agent_does_not_read_what_the_human_says_for_others(tasks, playing):
     replies = [m["content"] for r in played for m in r["dialogue_history"][2::2]]
     assert len(replies) >= 4 and {*replies} == {"it is 4"}
     kinds = Counter(i % 4 for i in range(len(replies)))
-    n = len(replies)
-    assert f"{kinds[0] + kinds[1]} of {n} human replies began with a speaker's name" in last
-    assert f"{kinds[1] + kinds[3]} of {n} human replies continued with further speakers" in last
+    assert f"{kinds[0] + kinds[1]} replies began with a speaker's name" in last
+    assert f"{kinds[1] + kinds[3]} replies continued with further speakers" in last
 
 
 @pytest.mark.parametrize("code", [
@@ -256,9 +254,9 @@ def test_the_manuals_human_reads_the_dialogue_with_roles_exchanged(tasks, tmp_pa
     monkeypatch.setenv("OPENAI_BASE_URL", server.url)
     monkeypatch.setenv("OPENAI_API_KEY", "sesame")
     flags = ["--max_turns", 3, "--max_tokens", 12]
-    (r,), said, _ = playing(tasks[:1], *flags, "--human", tmp_path / "mine.py")
+    (r,), _, _ = playing(tasks[:1], *flags, "--human", tmp_path / "mine.py")
     history = r["dialogue_history"]
-    assert [m["content"] for m in history[2::2]] == ["it is 2", "it is 4"] and "waits" not in said
+    assert [m["content"] for m in history[2::2]] == ["it is 2", "it is 4"]
     system, *others = server.seen[-1][1]["messages"]
     assert system["role"] == "system" and system["content"].endswith(r["task"]["ground_truth"])
     assert [m["role"] for m in others] == ["user", "assistant", "user"]
@@ -401,7 +399,7 @@ def test_an_error_of_a_server_is_the_episodes_if_it_has_answered_others(monkeypa
 
 
 LENGTHS = "length", "MAX_TOKENS", "max_tokens", "model_length"
-WHICH = """serves a, b, not None; choose the human's by --human_params '{"model": "NAME"}'"""
+WHICH = "serves a, b, not None; choose one by --model, --human_params or --agent_params"
 LONGER = """truncated: allow more tokens, such as by --human_params '{"max_tokens": 4000}'"""
 
 
@@ -436,7 +434,7 @@ def test_a_server_that_gives_no_reason_is_believed_with_a_warning(choice, capsys
 
 
 @pytest.mark.parametrize("reply, models, path, params, why", [
-    (said, ["m"], "", {}, "does not list its models (does the address end in /v1?)"),
+    (said, ["m"], "", {}, "does not list its models (is the server running, does its address end in /v1, "),
     (said, ["a", "b"], "/v1", {}, WHICH),
     (said, ["a", "b"], "/v1", {"model": "b"}, None),
     (lambda *_: chat("<think>no end", "length"), ["m"], "/v1", {}, LONGER)])
@@ -470,44 +468,6 @@ def test_a_file_is_resumed_with_the_humans_model(tiny_dir):
         asyncio.run(new.load())
 
 
-RATE = {"message": "free-models-per-day", "code": 429}
-
-
-@pytest.mark.parametrize("shape, error, status", [
-    ("alone", RATE, 429), ("beside null", RATE, 429), ("in a choice", RATE, 429),
-    ("in a choice", {"message": "x", "code": "502"}, 502),
-    ("alone", {"message": "no", "code": "gone"}, 500), ("alone", "no luck", 500),
-    ("beside null", {"message": "who?", "code": 401}, 401)])
-def test_an_error_in_a_200_is_retried_like_its_status_and_quoted(shape, error, status):
-    shapes = {"alone": {"error": error}, "beside null": {"error": error, "choices": None},
-              "in a choice": {"choices": [{**chat("it is 4 and", "error")["choices"][0],
-                                           "error": error}]}}
-    good = chat('it is 4 "error"')
-    server = Server(lambda *_: shapes[shape] if len(server.seen) == 1 else good)
-    if status == 401:
-        with pytest.raises(OSError, match="AuthenticationError: .*who?"):
-            asyncio.run(chat_with(endpoint(server, retries=1)))
-    else:
-        assert asyncio.run(chat_with(endpoint(server, retries=1))) == 'it is 4 "error"'
-        server.seen.clear()
-        words = error if isinstance(error, str) else error["message"]
-        with pytest.raises(OSError, match=f"Error: .*{words}"):
-            asyncio.run(chat_with(endpoint(server, retries=0)))
-
-
-def test_an_address_of_azure_keeps_its_query_and_sends_its_key(monkeypatch):
-    monkeypatch.setenv("OPENAI_API_KEY", "sesame")
-    heads = []
-    monkeypatch.setattr(Handler, "parse_request", lambda self, parse=Handler.parse_request: (
-        parse(self), heads.append(self.headers))[0])
-    server = Server(said)
-    server.url = server.url.removesuffix("/v1") + "/openai/deployments/m?api-version=2024-06-01"
-    assert asyncio.run(chat_with(endpoint(server, retries=0))).startswith("it is ")
-    ((path, _, authorization),) = server.seen
-    assert path == "/openai/deployments/m/chat/completions?api-version=2024-06-01"
-    assert authorization == "Bearer sesame" and heads[-1]["api-key"] == "sesame"
-
-
 @pytest.mark.parametrize("before, after", [("", "\n"), (" ", "\r\n"), ("\t", "")])
 def test_white_space_around_a_key_is_no_part_of_it(before, after, monkeypatch):
     """As `export OPENAI_API_KEY=$(cat key.txt)` in Windows, or an editor, adds it."""
@@ -525,16 +485,15 @@ def test_a_key_that_can_not_be_one_is_named_but_not_shown(wrong, monkeypatch):
     assert "ame" not in str(end.value) and repr(wrong) in str(end.value)
 
 
-@pytest.mark.parametrize("status, advice", [
-    (None, "is the server running, and its address right"), (401, "check the key in OPENAI_API_KEY"),
-    (404, "does the address end in /v1"), (500, "does the address end in /v1")])
-def test_a_server_without_a_list_of_models_gets_the_advice_that_helps(status, advice, monkeypatch):
+@pytest.mark.parametrize("status", [None, 401, 404, 500])
+def test_a_server_without_a_list_of_models_is_an_error_with_advice(status, monkeypatch):
     server = Server(said)
     monkeypatch.setattr(Handler, "do_GET", lambda self: self.send('{"error": "no"}', status))
     if not status:
         server.server_close()
         server.shutdown()
-    with pytest.raises(SystemExit, match=re.escape(f"models ({advice}")) as end:
+    advice = "is the server running, does its address end in /v1, is the key in OPENAI_API_KEY right"
+    with pytest.raises(SystemExit, match=re.escape(f"models ({advice}?)")) as end:
         asyncio.run(endpoint(server).find_served_model())
     assert str(status) in str(end.value) or "connect" in str(end.value).lower()
 
