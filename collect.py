@@ -24,6 +24,7 @@ from utils import (add_warning, api_key, digest, fail, fail_on_error, flag, inli
 import ast
 import asyncio
 import base64
+import contextlib
 import fcntl
 import filecmp
 import importlib.util
@@ -33,10 +34,13 @@ import math
 import os
 import runpy
 import sys
+import time
 from collections import Counter, deque
 from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
+from urllib.parse import parse_qsl
 from urllib.request import getproxies
 
 from colbench import (ANSWER, ENVIRONMENTS, OUTPUT, RECORD, RENDER_FAILED_REPLY, Episode, Renderer,
@@ -590,11 +594,15 @@ class Endpoint:
         # a server on this machine is behind no proxy
         os.environ["no_proxy"] = getproxies().get("no", "") + ",localhost,127.0.0.1,::1"
         self.url, self.body, self.usage = url, body, Counter(requests=0)
+        base_url, _, query = url.partition("?")  # Azure's addresses end in ?api-version=...
         names = [name for name in self.KEYS if os.environ.get(name)]
         self.key_name = names[0] if names else self.KEYS[0]
-        self.client = openai.AsyncOpenAI(base_url=url, api_key=api_key(self.key_name),
-                                         max_retries=args.retries,
-                                         timeout=openai.Timeout(args.timeout, connect=30))
+        key = api_key(self.key_name)
+        self.client = openai.AsyncOpenAI(
+            base_url=base_url, default_query=dict(parse_qsl(query)), api_key=key,
+            default_headers={"api-key": key} if query else None, max_retries=args.retries,
+            timeout=openai.Timeout(args.timeout, connect=30),
+            http_client=openai.DefaultAsyncHttpxClient(event_hooks={"response": [take_status]}))
 
     async def find_served_model(self):
         """Sets body["model"] and max_context. If several models are served, body must name one."""
@@ -633,8 +641,22 @@ class Endpoint:
 
 def error_text(e):
     """Returns the type and text of a request's error: the server's words, or its cause."""
-    words = e if getattr(e, "response", None) else e.__cause__ or e
+    response = getattr(e, "response", None)
+    if response:
+        words = response.extensions.get("error", e)  # see take_status
+    else:
+        words = str(e.__cause__ or "") or e
     return f"{type(e).__name__}: {' '.join(str(words).split())[:200]}"
+
+
+async def take_status(response):
+    """Sets a response's status to that of an error in its body (OpenRouter), so that it raises."""
+    if response.status_code == 200 and b'"error"' in await response.aread():
+        with contextlib.suppress(LookupError, ValueError, TypeError, AttributeError):
+            body = response.json()
+            if error := body.get("error") or body["choices"][0].get("error"):
+                response.status_code, response.extensions["error"] = 500, error  # if it has no code
+                response.status_code = max(400, int(error["code"]))
 
 
 def reported_tokens(reply):
@@ -681,9 +703,9 @@ class ChatModel(Endpoint):
 
     async def model_name(self):
         """Returns the model's name, from the server unless the parameters have it."""
-        if "model" not in self.body:
+        if "model" not in self.body and "?" not in self.url:  # Azure's address names it
             await self.find_served_model()
-        return self.body["model"]
+        return self.body.get("model")
 
 
 class ChatAgent(ChatModel):
@@ -990,6 +1012,7 @@ class Collector:
         """asked: see asked_fields. emit: writes a record."""
         self.runner, self.emit, self.asked = runner, emit, asked
         self.jobs = deque(jobs)
+        self.n_left, self.seconds = len(jobs), 0  # the seconds are those of written episodes
         self.n_written = self.n_failed = self.n_failed_in_a_row = 0
         self.error = None  # the one that ends the run
 
@@ -998,13 +1021,15 @@ class Collector:
         args = self.runner.args
         await self.runner.load()
         print_warnings()
-        self.bar = progress(f"episodes of {args.agent or args.model}", total=len(self.jobs))
+        self.bar = progress(f"episodes of {args.agent or args.model}", total=self.n_left,
+                            estimates=False)
         await asyncio.gather(*(self.worker() for _ in range(args.concurrency)))
 
     async def worker(self):
         """Runs jobs sequentially until none is left."""
         while self.jobs and not self.error:
             record, sample = self.jobs.popleft()
+            start = time.monotonic()
             try:
                 fields = await self.new_fields(record, sample)
             except SystemExit as e:  # of fail()
@@ -1014,9 +1039,7 @@ class Collector:
             else:
                 meta = {**record.get("meta", {}), **fields["meta"]}
                 self.emit({**record, **fields, "meta": meta})
-                self.n_written += 1
-                self.n_failed_in_a_row = 0
-                self.bar.update()
+                self.count_episode(time.monotonic() - start)
 
     async def new_fields(self, record, sample):
         """Returns the fields that a job adds to its record."""
@@ -1027,9 +1050,19 @@ class Collector:
         self.asked.pop("asked", None)  # only the first record has the list, as it may be long
         return fields
 
+    def count_episode(self, seconds):
+        """Counts an episode that took this long, and advances the progress bar."""
+        self.n_left, self.n_written = self.n_left - 1, self.n_written + 1
+        self.n_failed_in_a_row = 0
+        self.seconds += seconds
+        left = time_left(self.n_left, self.seconds / self.n_written,
+                         self.runner.args.concurrency)
+        self.bar.set_postfix_str(f"{left} left", refresh=False)
+        self.bar.update()
+
     def count_failure(self, e, what):
         """Counts a failed job, and prints why, or ends the run."""
-        self.n_failed += 1
+        self.n_left, self.n_failed = self.n_left - 1, self.n_failed + 1
         if is_out_of_memory(e):
             self.error = self.error or e
             return
@@ -1045,6 +1078,19 @@ class Collector:
                 "with --resume FILE to continue")
         elif self.n_failed <= MOST_FAILURES:
             say(message)
+
+
+def time_left(n_left, seconds, concurrency):
+    """Returns the time, such as 0:01:10, that n_left episodes take if each takes `seconds`."""
+    rounds = n_left / max(1, min(n_left, concurrency))
+    return timedelta(seconds=round(rounds * seconds))
+
+
+def print_plan(args, n_jobs):
+    """Prints how many episodes run, and with what: loading and the first episode take minutes."""
+    agent = args.agent or f"{args.model} with {args.engine or f'transformers on {DEVICE}'}"
+    say(f"running {n_jobs} episodes of {agent}: human {args.human}, at most {args.max_turns} "
+        f"turns, {min(n_jobs, args.concurrency)} at once")
 
 
 def print_summary(args, runner, n_written, n_done):
@@ -1072,7 +1118,7 @@ def main(args):
     jobs = [(record, n) for record, n in asked_jobs if (record["task"]["id"], n) not in done]
     collector = Collector(runner, jobs, asked_fields(asked_jobs), emit)
     if jobs:
-        say(f"running {len(jobs)} episodes of {args.agent or args.model}")
+        print_plan(args, len(jobs))
         asyncio.run(collector.run())
     print_warnings()
     print_summary(args, runner, collector.n_written, len(done))

@@ -87,12 +87,9 @@ class Parser(argparse.ArgumentParser):
 def parser(doc, usage, parallel=False):
     """Returns a Parser whose --help shows a script's docstring; flags can't be abbreviated.
 
-    parallel: whether torchrun may start several processes of the script.
+    parallel: whether torchrun may start several processes of the script, see refuse_processes.
     """
-    if not 0 <= RANK < WORLD:
-        fail(f"the environment has RANK={RANK}, WORLD_SIZE={WORLD}: let torchrun set both")
-    if WORLD > 1 and not parallel:
-        fail(f"{WORLD} processes were started, but this script is one: leave out torchrun")
+    refuse_processes(parallel)
     form = functools.partial(argparse.RawDescriptionHelpFormatter, max_help_position=36, width=110)
     return Parser(description=doc, usage=usage, formatter_class=form, allow_abbrev=False)
 
@@ -322,6 +319,25 @@ def drop_checkpoints(out, keep=None):
 
 # --- ranks ----------------------------------------------------------------------------------------
 
+# {variable: its value if srun or mpirun started one process}; SLURM_NTASKS is also a batch script's
+SINGLE = {"SLURM_PROCID": 0, "SLURM_STEP_NUM_TASKS": 1, "OMPI_COMM_WORLD_SIZE": 1, "PMI_SIZE": 1}
+
+
+def refuse_processes(parallel):
+    """Exits if this is one of several processes, except a `parallel` script's by torchrun."""
+    if not 0 <= RANK < WORLD:
+        fail(f"the environment has RANK={RANK}, WORLD_SIZE={WORLD}: let torchrun set both")
+    if WORLD > 1 and not parallel:
+        fail(f"{WORLD} processes were started, but this script is one: leave out torchrun")
+    if "RANK" in os.environ:
+        return  # torchrun's
+    start = "one torchrun per node" if parallel else "one"
+    for name, value in SINGLE.items():
+        if int(os.environ.get(name) or 0) > value:
+            fail(f"{name}={os.environ[name]}: several processes were started, each of which would "
+                 f"do all the work; start {start}, or unset {name}")
+
+
 def end_after_rank_0(message):
     """Waits 5 s, so that rank 0 prints the error and torchrun ends this rank; then exits."""
     time.sleep(5)
@@ -528,12 +544,18 @@ def print_warnings():
     WARNINGS.clear()
 
 
-def progress(label, items=None, total=None, initial=0):
-    """Returns a tqdm bar, over items or updated by hand, that only rank 0 shows."""
+def progress(label, items=None, total=None, initial=0, estimates=True):
+    """Returns a tqdm bar, over items or updated by hand, that only rank 0 shows.
+
+    estimates: whether tqdm estimates the time left; else the caller does, as the bar's postfix.
+    """
     how = {"mininterval": 0.1, "delay": 0.1, "leave": False}
+    if not estimates:
+        how["bar_format"] = "{l_bar}{bar}| {n_fmt}/{total_fmt}{postfix}"
     if not sys.stderr.isatty():  # a line every 10 seconds instead of a bar
+        left = ", {remaining} left" if estimates else ""
         how = {"mininterval": 10, "delay": 10, "leave": True,
-               "bar_format": "{desc}: {n_fmt} of {total_fmt}, {remaining} left{postfix}\n"}
+               "bar_format": "{desc}: {n_fmt} of {total_fmt}" + left + "{postfix}\n"}
     return tqdm(items, total=total, initial=initial, desc=label, disable=RANK > 0,
                 file=sys.stderr, position=0, **how)
 
@@ -720,3 +742,5 @@ def version():
 
 
 open_standard_streams()
+if os.path.dirname(os.path.abspath(sys.argv[0])) == HERE:  # one of the scripts is run
+    end_at_ctrl_c()  # already now, since libraries take seconds to load

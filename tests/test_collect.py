@@ -4,6 +4,7 @@ import copy
 import importlib
 import json
 import random
+import re
 import shutil
 import statistics
 import sys
@@ -691,6 +692,25 @@ def test_a_template_that_leaves_out_messages_plays_no_episode_and_trains_nothing
 
 
 # --- what it prints -------------------------------------------------------------------------------
+
+def test_a_run_says_at_its_start_what_it_will_do(tasks, playing):
+    _, said, _ = playing(tasks, "--max_tokens", 5, "--max_turns", 1, "--concurrency", 3)
+    assert re.match(r"running 4 episodes of .* with transformers on cpu: human .*toy.py, at most "
+                    "1 turns, 3 at once", said)
+
+
+@pytest.mark.parametrize("n, at_once", [(40, 4), (7, 256), (5, 1)])
+def test_the_time_left_is_estimated_by_the_time_that_episodes_took(n, at_once):
+    """In a simulation of episodes of 10 s the estimate is right to one episode at any moment.
+
+    By the time since the start it would be 390 s too long for (40, 4) after the first episode.
+    """
+    ends = [10 * (1 + i // at_once) for i in range(n)]  # one round after another
+    for i, now in enumerate(ends):
+        left = collect.time_left(n - i - 1, 10, at_once).total_seconds()
+        assert abs(left - (ends[-1] - now)) <= 10, (i, left)
+    assert left == 0
+
 
 def test_the_summary_says_what_was_written_and_what_servers_did(capsys):
     args = collect.get_args(["--model", "m", "--resume", "file"])

@@ -468,6 +468,44 @@ def test_a_file_is_resumed_with_the_humans_model(tiny_dir):
         asyncio.run(new.load())
 
 
+RATE = {"message": "free-models-per-day", "code": 429}
+
+
+@pytest.mark.parametrize("shape, error, status", [
+    ("alone", RATE, 429), ("beside null", RATE, 429), ("in a choice", RATE, 429),
+    ("in a choice", {"message": "x", "code": "502"}, 502),
+    ("alone", {"message": "no", "code": "gone"}, 500), ("alone", "no luck", 500),
+    ("beside null", {"message": "who?", "code": 401}, 401)])
+def test_an_error_in_a_200_is_retried_like_its_status_and_quoted(shape, error, status):
+    shapes = {"alone": {"error": error}, "beside null": {"error": error, "choices": None},
+              "in a choice": {"choices": [{**chat("it is 4 and", "error")["choices"][0],
+                                           "error": error}]}}
+    good = chat('it is 4 "error"')
+    server = Server(lambda *_: shapes[shape] if len(server.seen) == 1 else good)
+    if status == 401:
+        with pytest.raises(OSError, match="AuthenticationError: .*who?"):
+            asyncio.run(chat_with(endpoint(server, retries=1)))
+    else:
+        assert asyncio.run(chat_with(endpoint(server, retries=1))) == 'it is 4 "error"'
+        server.seen.clear()
+        words = error if isinstance(error, str) else error["message"]
+        with pytest.raises(OSError, match=f"Error: .*{words}"):
+            asyncio.run(chat_with(endpoint(server, retries=0)))
+
+
+def test_an_address_of_azure_keeps_its_query_and_sends_its_key(monkeypatch):
+    monkeypatch.setenv("OPENAI_API_KEY", "sesame")
+    heads = []
+    monkeypatch.setattr(Handler, "parse_request", lambda self, parse=Handler.parse_request: (
+        parse(self), heads.append(self.headers))[0])
+    server = Server(said)
+    server.url = server.url.removesuffix("/v1") + "/openai/deployments/m?api-version=2024-06-01"
+    assert asyncio.run(chat_with(endpoint(server, retries=0))).startswith("it is ")
+    ((path, _, authorization),) = server.seen
+    assert path == "/openai/deployments/m/chat/completions?api-version=2024-06-01"
+    assert authorization == "Bearer sesame" and heads[-1]["api-key"] == "sesame"
+
+
 @pytest.mark.parametrize("before, after", [("", "\n"), (" ", "\r\n"), ("\t", "")])
 def test_white_space_around_a_key_is_no_part_of_it(before, after, monkeypatch):
     """As `export OPENAI_API_KEY=$(cat key.txt)` in Windows, or an editor, adds it."""

@@ -145,6 +145,21 @@ def test_a_closed_stream_is_an_error_of_one_line(name, closed, tiny_dir, tmp_pat
         assert (done.returncode, done.stdout, done.stderr) == (1, "", "")
 
 
+@pytest.mark.parametrize("name", [name for name in SCRIPTS if name != "colbench.py"])
+def test_ctrl_c_ends_a_script_that_is_still_importing_without_a_traceback(name, tmp_path):
+    """A library takes long to load here; colbench.py loads none that does."""
+    slow = "import time\nprint('loading', flush=True)\ntime.sleep(60)\n"
+    for library in ("torch.py", "numpy.py"):
+        (tmp_path / library).write_text(slow)
+    with subprocess.Popen([sys.executable, name, *SCRIPTS[name].split()], cwd=ROOT, text=True,
+                          env={**os.environ, "PYTHONPATH": str(tmp_path)},
+                          preexec_fn=ctrl_c_as_usual, stdin=subprocess.DEVNULL,
+                          stdout=subprocess.PIPE, stderr=subprocess.PIPE) as p:
+        assert p.stdout.readline() == "loading\n"
+        p.send_signal(signal.SIGINT)
+        assert p.communicate() == ("", "") and p.returncode == -signal.SIGINT
+
+
 @pytest.mark.parametrize("redirect", ["", "2>&-", "2>/dev/full", "2> >(true)"])
 def test_no_record_is_lost_with_the_messages(redirect):
     """Where stderr is closed, full or has no reader."""
@@ -173,8 +188,13 @@ def test_closed_streams_give_their_numbers_to_no_file(tmp_path):
     ("collect.py", "WORLD_SIZE=4", "4 processes were started, but this script is one"),
     ("colbench.py", "TORCHRUN", "2 processes were started, but this script is one"),
     ("train_critic.py", "TORCHRUN", ""), ("colbench.py", "RANK=0 WORLD_SIZE=1", ""),
+    ("train_critic.py", "SLURM_PROCID=0 SLURM_STEP_NUM_TASKS=2", "start one torchrun per node"),
+    ("train_critic.py", "SLURM_PROCID=1", "several processes were started"),
+    ("evaluate.py", "PMI_RANK=0 PMI_SIZE=2", "several processes were started"),
+    ("train_critic.py", "SLURM_PROCID=1 SLURM_STEP_NUM_TASKS=2 TORCHRUN", ""),
     ("evaluate.py", "SLURM_NTASKS=8 SLURM_PROCID=0 SLURM_STEP_NUM_TASKS=1", "")])
 def test_a_script_refuses_to_be_one_of_several_unless_torchrun_starts_a_trainer(name, env, message):
+    """A batch script of Slurm has SLURM_NTASKS, too, without being several."""
     torchrun = "RANK=0 LOCAL_RANK=0 WORLD_SIZE=2 MASTER_ADDR=x MASTER_PORT=1"
     done = shell(f"{env.replace('TORCHRUN', torchrun)} python {name} --help", in_forks=1)
     if message:
