@@ -12,6 +12,7 @@
 # Rows METHOD are of the first round's policies, rows METHOD-2 of the second's. A method is
 #   rft, mtdpo   the two rivals, by --loss of train_policy.py
 #   eq3          SWEET-RL. In the second round the same critic scores the new candidates
+#   eq3-mix1     the same with --mix 1
 #   untrained    SWEET-RL with the untrained critic, twice
 #   recipe       first round: ranked by the untrained critic if it orders two thirds of the pairs,
 #                else by eq. 3, with --mix 1. Second round: a critic is trained on the first
@@ -65,6 +66,7 @@ second_round() {  # METHOD, whose second policy is $dir/METHOD
   case $1 in
     rft | mtdpo) train_$1 ;;
     eq3) sweet_by eq3-again eq3 $mix ;;
+    eq3-mix1) sweet_by eq3-again eq3-mix1 1 ;;
     untrained) sweet_by untrained untrained $mix ;;
     recipe) sweet_by trained recipe $mix ;;
   esac
