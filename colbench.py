@@ -10,7 +10,7 @@ The sections, in order. A reader of the method needs only those with a star:
   * records                   their fields (RECORD), and how they are read and checked
     an LLM human's words      what the agent sees of an LLM human's reply
     grading                   many records at once
-    backend                   functions: from results to verdicts, what a text shows, fork servers
+    backend                   functions: verdicts, what a program's text shows, fork servers
     frontend                  pages: a browser that renders them, and their likeness by CLIP
     commands                  the kinds of tasks; grade and check
 
@@ -55,39 +55,14 @@ from utils import (add_warning, digest, fail, fail_on_error, flag, open_stdout, 
 ANSWER = "I WANT TO ANSWER:"   # marks the final answer, which follows it
 OUTPUT = "OUTPUT:"             # marks the end of the agent's private thought
 HIDDEN = "Hidden reference:\n{hidden}\n\n"  # prefix of the dialogues that the critic reads
-RENDER_FAILED_REPLY = "i can't see your page: {}"
 
 
 # --- tasks, prompts and the rules of an episode ---------------------------------------------------
-
-def task_content(task):
-    """Returns all fields of a task but its id, with its kind even if that is not written."""
-    return {**task, "id": None, "kind": task_kind(task)}
-
-
-def task_id(task):
-    """Returns the task's own id as text, else a hash of its content. 12, 12.0 and "12" are one id.
-
-    pandas writes a column of integers as floats if a value is missing.
-    """
-    own = task.get("id")
-    if own in (None, ""):
-        return digest(json.dumps(task_content(task), sort_keys=True))
-    if isinstance(own, float) and own.is_integer():
-        own = int(own)
-    return str(own)
-
-
-def hidden_information(task):
-    """Returns what the agent must not see: `hidden_information`, by default the reference."""
-    return task.get("hidden_information", task["ground_truth"])
-
-
-def with_hidden(history, hidden):
-    """Returns a copy of the dialogue that starts with the hidden information."""
-    first = {**history[0], "content": HIDDEN.format(hidden=hidden) + history[0]["content"]}
-    return [first, *history[1:]]
-
+#
+# A task of the kind "backend", for example (RECORD lists all fields):
+#     {"problem_description": "write pay(x): what to pay for x hours",  which the agent reads
+#      "ground_truth": "def pay(x, rate=4): return x * rate",           the hidden reference
+#      "test_cases": {"test1": "pay(3)"}}                               calls that test an answer
 
 def task_kind(task):
     """Returns the task's kind, a key of ENVIRONMENTS; raises ValueError if it is unknown."""
@@ -104,6 +79,17 @@ def task_kind(task):
 def environment(task):
     """Returns the Environment class of a task; raises ValueError if its kind is unknown."""
     return ENVIRONMENTS[task_kind(task)]
+
+
+def hidden_information(task):
+    """Returns what the agent must not see: `hidden_information`, by default the reference."""
+    return task.get("hidden_information", task["ground_truth"])
+
+
+def with_hidden(history, hidden):
+    """Returns a copy of the dialogue that starts with the hidden information."""
+    first = {**history[0], "content": HIDDEN.format(hidden=hidden) + history[0]["content"]}
+    return [first, *history[1:]]
 
 
 def first_message(task, max_turns):
@@ -128,12 +114,6 @@ def human_prompt(task, history):
 def fill(prompt, **values):
     """Replaces each {name} in the prompt by its value; keeps other braces, and those in values."""
     return re.sub("{(%s)}" % "|".join(values), lambda match: str(values[match[1]]), prompt)
-
-
-def without_thinking(output):
-    """Removes the thought that opens a reasoning model's output; "" if the thought never ends."""
-    opens, _, thought = output.partition("<think>")
-    return output.strip() if opens.strip() else thought.partition("</think>")[2].strip()
 
 
 def read_action(output, last):
@@ -161,6 +141,12 @@ def read_action(output, last):
         answer = "```\n" + answer
     indented = re.match(r"\s*\n[ \t]", answer)  # strip() alone would dedent only the first line
     return content, (textwrap.dedent(answer) if indented else answer).strip()
+
+
+def without_thinking(output):
+    """Removes the thought that opens a reasoning model's output; "" if the thought never ends."""
+    opens, _, thought = output.partition("<think>")
+    return output.strip() if opens.strip() else thought.partition("</think>")[2].strip()
 
 
 class Episode:
@@ -422,6 +408,24 @@ def answered(record):
     return bool(messages) and read_action(messages[-1]["content"], last=False)[1] is not None
 
 
+def task_id(task):
+    """Returns the task's own id as text, else a hash of its content. 12, 12.0 and "12" are one id.
+
+    pandas writes a column of integers as floats if a value is missing.
+    """
+    own = task.get("id")
+    if own in (None, ""):
+        return digest(json.dumps(task_content(task), sort_keys=True))
+    if isinstance(own, float) and own.is_integer():
+        own = int(own)
+    return str(own)
+
+
+def task_content(task):
+    """Returns all fields of a task but its id, with its kind even if that is not written."""
+    return {**task, "id": None, "kind": task_kind(task)}
+
+
 def settings(meta):
     """Returns the entries of a record's `meta` that influence an episode: seed, model, flags.
 
@@ -610,6 +614,7 @@ def check_prompts(task, llm_human):
 # collect.py shows the agent only what an LLM human says in its own name, without quotes of the
 # reference. A reader of the method may skip this section.
 
+RENDER_FAILED_REPLY = "i can't see your page: {}"
 AGENT_NAMES = "assistant", "agent", "ai"
 # A speaker's name at the start of a line, such as "You:", "**Assistant:**" or "### Human (you):".
 SPEAKER = re.compile(r"""
@@ -736,6 +741,23 @@ def grade_fields(grader, record, check):
     return fields
 
 
+class Pool:
+    """Lends workers, such as browsers, to threads."""
+
+    def __init__(self, workers):
+        self.idle = queue.LifoQueue()  # last in, first out, so that a light load uses few workers
+        for worker in workers:
+            self.idle.put(worker)
+
+    @contextlib.contextmanager
+    def acquire(self):
+        worker = self.idle.get()
+        try:
+            yield worker
+        finally:
+            self.idle.put(worker)
+
+
 # --- backend: the grader of functions -------------------------------------------------------------
 
 LIMITS = {
@@ -755,9 +777,9 @@ class Grader(Closing):
     rules: "honest", or "official" for the verdicts of the released scorer. workers: number of
     answers graded at once. Raises GraderError if a child can't confine itself.
 
-    A test passes if the values of answer and reference have the same text (sandbox.as_text). Floats must be
-    exactly equal. None, NaN, functions, iterators and instances of the answer's own classes never
-    pass; the verdict names their class.
+    A test passes if the values of answer and reference have the same text (sandbox.as_text). Floats
+    must be exactly equal. None, NaN, functions, iterators and instances of the answer's own classes
+    never pass; the verdict names their class.
 
     The official rules differ from the released scorer in three points only. Some values that pass
     there fail here: math.nan in a list, math.sqrt, an __eq__ that returns True. An answer that
@@ -890,7 +912,7 @@ def verdict(expected, result):
 
 
 def describe(result):
-    """Returns why a result does not pass. Bytes are a child's own words, so quoted and truncated."""
+    """Returns why a result does not pass. A child's own words are quoted and truncated."""
     if isinstance(result, str):
         return result
     kind, _, text = result.partition(b" ")
@@ -900,7 +922,7 @@ def describe(result):
     return f"{label} {json.dumps(text[:80].decode('ascii', 'replace'))}"
 
 
-# --- backend: what a program needs and may do, by its text ----------------------------------------
+# --- backend: what a program needs, by its text ---------------------------------------------------
 
 # Modules to load before the fork, because children can't open files: the standard library, numpy
 # and sympy, and what these two import lazily.
@@ -1024,23 +1046,6 @@ def stopwatch(pid):
         return max(cpu, asleep / LIMITS["sleep"])
 
     return time_used
-
-
-class Pool:
-    """Lends workers, such as browsers, to threads."""
-
-    def __init__(self, workers):
-        self.idle = queue.LifoQueue()  # last in, first out, so that a light load uses few workers
-        for worker in workers:
-            self.idle.put(worker)
-
-    @contextlib.contextmanager
-    def acquire(self):
-        worker = self.idle.get()
-        try:
-            yield worker
-        finally:
-            self.idle.put(worker)
 
 
 # --- frontend: pages are rendered by a browser without network access -----------------------------

@@ -282,12 +282,13 @@ def fenced_programs(answer):
     programs, texts = [], [answer]
     while texts:
         text = texts.pop()
-        if not (opening := re.search("`{3,}|~{3,}", text)):
+        opening = re.search("`{3,}|~{3,}", text)
+        if not opening:
             continue
-        text, fence = text[opening.end():], opening[0] + opening[0][0] + "*+"
+        text, fence = text[opening.end():], opening[0] + opening[0][0] + "*+"  # or a longer one
         # first fences on lines of their own and the text's end, then others unless tagged
-        ends = re.finditer(rf"(^[ \t]*{fence}\s*$|\Z)|{fence}(?!\w+\s*$)", text, re.M)
-        ends = sorted(ends, key=lambda end: end[1] is None)
+        ends = [*re.finditer(rf"^[ \t]*{fence}\s*$|\Z", text, re.M),
+                *re.finditer(rf"{fence}(?!\w+\s*$)", text, re.M)]
         for end in ends[:40]:
             first_line, newline, rest = text[:end.start()].partition("\n")
             with contextlib.suppress(Exception):  # it is not Python
