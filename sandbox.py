@@ -216,7 +216,7 @@ IMPORTS = _ast.Import, _ast.ImportFrom
 
 
 class Program:
-    """A text that is Python, else an error is raised."""
+    """A text that is Python. Raises a SyntaxError, or another error, if it is not."""
 
     def __init__(self, text):
         self.text, self.code = text, compile(text, "<answer>", "exec")
@@ -316,6 +316,7 @@ def reduce_later_programs(programs, tests):
         if isinstance(node, _ast.Assign) and used & names_in(node.targets):
             used |= names_in([node])
     variables = used - functions - imports - {*vars(builtins)}
+    known = set()  # names that the programs before define
 
     def defines(node):
         if isinstance(node, FUNCTIONS):
@@ -324,7 +325,6 @@ def reduce_later_programs(programs, tests):
             return used & names_in(node.targets)
         return isinstance(node, IMPORTS) or variables & names_in([node])
 
-    known = set()  # names that the programs before define
     for program in programs:
         if known & called:
             program.keep([node for node in program.statements if defines(node)])
