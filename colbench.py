@@ -198,28 +198,10 @@ class Episode:
 
 # --- environments: one class per kind of task -----------------------------------------------------
 
-class GraderError(Exception):
-    """The grader itself failed, which is never a verdict on an answer."""
-
-
-class RenderError(Exception):
-    """A page can't be rendered. The message becomes the record's `failure`."""
-
-
-class Closing(contextlib.AbstractContextManager):
-    """Something that is closed at the end of `with`."""
-
-    def close(self):
-        """Frees what this uses, such as processes; subclasses define it if there is something."""
-
-    def __exit__(self, *error):
-        self.close()
-
-class Environment(Closing):
+class Environment:
     """A kind of task: its prompts, what counts as the answer, and how answers are graded.
 
-    Only grading needs an instance. Its `grade` is called from several threads, and then its
-    `close`, which ends what it has opened, such as a browser.
+    Only grading needs an instance. Its `grade` is called from several threads, and then its `close`.
     """
     agent_prompt = "{problem_description}"  # {max_turns}, {ANSWER} and {OUTPUT} are filled in, too
     human_prompt = None             # for an LLM human; see human_prompt()
@@ -230,6 +212,9 @@ class Environment(Closing):
 
     def __init__(self, args):
         """args: the flags of colbench.py grade."""
+
+    def close(self):
+        """Ends what the environment has opened, such as a browser."""
 
     @classmethod
     def final_answer(cls, history, submitted):
@@ -709,7 +694,7 @@ def start_grading(records, args, check):
     """
     jobs = collections.deque()
     graders = {}  # {class of environments: the one that grades}
-    end = None
+    invalid = None
     with contextlib.ExitStack() as stack, \
             concurrent.futures.ThreadPoolExecutor(2 * args.workers) as pool:
         try:
@@ -717,15 +702,16 @@ def start_grading(records, args, check):
                 kind = environment(record["task"])
                 if kind not in graders:
                     with fail_on_error(f"{kind.__name__} can't grade"):
-                        graders[kind] = stack.enter_context(kind(args))
+                        graders[kind] = kind(args)
+                    stack.callback(graders[kind].close)
                 jobs.append((record, pool.submit(grade_fields, graders[kind], record, check)))
                 while jobs and (jobs[0][1].done() or len(jobs) >= 4 * args.workers):
                     yield jobs.popleft()
         except SystemExit as e:  # an invalid line, or a kind that can't grade
-            end = e
+            invalid = e
         yield from jobs
-    if end:
-        raise end
+    if invalid:
+        raise invalid
 
 
 def grade_fields(grader, record, check):
@@ -739,6 +725,17 @@ def grade_fields(grader, record, check):
     except (ValueError, LookupError) as e:
         raise ValueError(f"its grade returned {str(fields)[:80]}: {e}") from None
     return fields
+
+
+class GraderError(Exception):
+    """The grader itself failed, which is never a verdict on an answer."""
+
+
+class Closing(contextlib.AbstractContextManager):
+    """Is closed at the end of `with`."""
+
+    def __exit__(self, *error):
+        self.close()
 
 
 class Pool:
@@ -1088,6 +1085,10 @@ def style_sheet(css):
         used = {i for word in words & by_class.keys() for i in by_class[word]}
         return "".join(parts[i] for i in sorted(used))
     return rules_of
+
+
+class RenderError(Exception):
+    """A page can't be rendered. The message becomes the record's `failure`."""
 
 
 class Browser:
