@@ -49,6 +49,7 @@ from hashlib import sha256
 MEMORY = 1 << 30     # bytes of a child's address space
 RESULT_BYTES = 200   # most of a result
 NEEDS_CODECS = b"needs codecs"  # result of a child that looks for a codec which it lacks
+LIBC = ctypes.CDLL(None, use_errno=True)
 
 
 # --- confinement ----------------------------------------------------------------------------------
@@ -87,14 +88,18 @@ def seccomp_filter():
     checks = {"futex": futex, "clock_gettime": clock, "clock_getres": clock,
               "clock_nanosleep": clock}
     program = [(load, 0, 0, 4), (equal, 1, 0, arch), kill, (load, 0, 0, 0)]
-    for name, number in zip(ALLOWED_CALLS.split()[::3], map(int, ALLOWED_CALLS.split()[column::3])):
+    words = ALLOWED_CALLS.split()
+    for name, number in zip(words[::3], words[column::3]):
         check = checks.get(name, [allow])
-        program += [(equal, 0, len(check), number), *check]
+        program += [(equal, 0, len(check), int(number)), *check]
     return b"".join(struct.pack("HBBI", *step) for step in [*program, deny])
 
 
-def confine(devnull, libc, server, bpf):
-    """Confines this process's system calls and resources; raises OSError if it can't."""
+def confine(devnull, server, bpf):
+    """Confines this process's system calls and resources; raises OSError if it can't.
+
+    devnull: a descriptor of /dev/null. server: the parent's process id. bpf: seccomp_filter().
+    """
     for fd in (0, 1, 2):
         os.dup2(devnull, fd)
     os.close(devnull)  # now only the result socket leads out
@@ -104,24 +109,24 @@ def confine(devnull, libc, server, bpf):
         if hard != resource.RLIM_INFINITY:  # the machine's own limit can't be raised
             value = min(value, hard)
         resource.setrlimit(limit, (value, value))
-    libc.prctl(1, signal.SIGKILL, 0, 0, 0)  # PR_SET_PDEATHSIG: die with the server
+    LIBC.prctl(1, signal.SIGKILL, 0, 0, 0)  # PR_SET_PDEATHSIG: die with the server
     if os.getppid() != server:  # it is gone
         os._exit(0)
-    libc.prctl(38, 1, 0, 0, 0)  # PR_SET_NO_NEW_PRIVS
+    LIBC.prctl(38, 1, 0, 0, 0)  # PR_SET_NO_NEW_PRIVS
     code = ctypes.create_string_buffer(bpf)
     fprog = struct.pack("H6xQ", len(bpf) // 8, ctypes.addressof(code))  # struct sock_fprog
     fprog = ctypes.create_string_buffer(fprog)
-    if libc.prctl(22, 2, ctypes.addressof(fprog), 0, 0):  # PR_SET_SECCOMP, SECCOMP_MODE_FILTER
+    if LIBC.prctl(22, 2, ctypes.addressof(fprog), 0, 0):  # PR_SET_SECCOMP, SECCOMP_MODE_FILTER
         raise OSError(ctypes.get_errno(), "seccomp is not available")
 
 
 # --- a request: an answer and its tests -----------------------------------------------------------
 
-def run_child(result_fd, request_fd, devnull, libc, server, bpf):
+def run_child(result_fd, request_fd, devnull, server, bpf):
     """Confines this child, reports that or why it can't, runs one request, and exits."""
     try:
         try:
-            confine(devnull, libc, server, bpf)
+            confine(devnull, server, bpf)
         except Exception as e:
             os.write(result_fd, f"{type(e).__name__}: {e}".encode())
             os._exit(1)
@@ -438,13 +443,26 @@ NOT_LOADED = """__main__ antigravity benchmarks distutils ensurepip idlelib lib2
 tests this tkinter turtle turtledemo""".split()
 
 
-def load_modules(name):
+def load_module(name):
     """Imports a module and its submodules, except those that are NOT_LOADED or that fail."""
     if name.rpartition(".")[2] not in NOT_LOADED:
         with contextlib.suppress(Exception):
             module = importlib.import_module(name)
             for submodule in pkgutil.iter_modules(getattr(module, "__path__", ())):
-                load_modules(f"{name}.{submodule.name}")
+                load_module(f"{name}.{submodule.name}")
+
+
+def prepare(modules, devnull):
+    """Loads what children may import, and warms up their caches."""
+    for name in modules:
+        load_module(name)
+    if "zoneinfo" in modules:  # a child can't open the files of time zones, so cache all of them
+        zoneinfo = sys.modules["zoneinfo"]
+        zoneinfo.kept = [zoneinfo.ZoneInfo(name) for name in zoneinfo.available_timezones()]
+    # two blocks of an answer
+    text = "```\ndef f(x): return [x, 0.5, 'a', {'b': (x, None)}]\n```\n```\nT = f(3)\n```"
+    run_tests({"text": text, "tests": ["f(1)", "g(2)"], "official": False}, devnull)
+    gc.freeze()  # else garbage collection in a child would copy all shared memory pages
 
 
 def serve(control, modules):
@@ -457,19 +475,10 @@ def serve(control, modules):
     with contextlib.suppress(OSError), open("/proc/self/oom_score_adj", "w") as file:
         file.write("1000")  # if memory runs out, the kernel kills a child first
     bpf = seccomp_filter()
-    libc = ctypes.CDLL(None, use_errno=True)
-    libc.prctl.argtypes = [ctypes.c_int] + 4 * [ctypes.c_ulong]
-    libc.prctl(4, 0, 0, 0, 0)  # PR_SET_DUMPABLE: no core dumps, and only root can read its memory
-    for name in modules:
-        load_modules(name)
-    if "zoneinfo" in modules:  # a child can't open the files of time zones, so cache all of them
-        zoneinfo = sys.modules["zoneinfo"]
-        zoneinfo.kept = [zoneinfo.ZoneInfo(name) for name in zoneinfo.available_timezones()]
+    LIBC.prctl.argtypes = [ctypes.c_int] + 4 * [ctypes.c_ulong]
+    LIBC.prctl(4, 0, 0, 0, 0)  # PR_SET_DUMPABLE: no core dumps, and only root can read its memory
     devnull, server = os.open(os.devnull, os.O_RDWR), os.getpid()
-    # two blocks of an answer, which warm up caches for all children
-    text = "```\ndef f(x): return [x, 0.5, 'a', {'b': (x, None)}]\n```\n```\nT = f(3)\n```"
-    run_tests({"text": text, "tests": ["f(1)", "g(2)"], "official": False}, devnull)
-    gc.freeze()  # else garbage collection in a child would copy all shared memory pages
+    prepare(modules, devnull)
     with contextlib.suppress(ConnectionError):  # the grader has exited
         while fds := socket.recv_fds(control, 1, 2)[1]:
             try:
@@ -478,7 +487,7 @@ def serve(control, modules):
                 os.write(fds[0], f"no fork: {e}".encode())
                 return
             if pid == 0:
-                run_child(*fds, devnull, libc, server, bpf)
+                run_child(*fds, devnull, server, bpf)
             for fd in fds:
                 os.close(fd)
             control.recv(1)
