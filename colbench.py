@@ -503,8 +503,8 @@ class Seen:
     tasks: {task id: (content, place)}, which several of these may share.
     """
 
-    def __init__(self, tasks=None):
-        self.tasks = {} if tasks is None else tasks
+    def __init__(self, tasks):
+        self.tasks = tasks
         self.episodes = {}  # {digest: place}
 
     def add_task(self, task, place):
@@ -537,7 +537,7 @@ def read_records(stream, *fields, source="stdin", to_grade=False, to_train=False
     to_grade, what its grader needs. to_train rejects UNSUPPORTED fields and dialogues without a
     message of the agent. seen: a Seen, which several streams may share.
     """
-    seen = seen or Seen()
+    seen = seen or Seen(tasks={})
     for place, record in read_jsonl(stream, source):
         try:
             if "task" not in record and "problem_description" in record:
@@ -1125,20 +1125,21 @@ class Browser:
 
     def render(self, page, sheet):
         """See Renderer.render. page: bytes, sheet: CSS. Raises GraderError without a browser."""
-        for _ in range(3):  # an earlier page may have broken the browser, so start a new one
+        for last_try in (False, False, True):  # an earlier page may have broken the browser
             try:
                 if not self.tab:
                     self.run(self.start(), 30)
                 return self.run(self.screenshot(page, sheet), PAGE_LIMITS["seconds"])
             except Exception as e:  # pages are untrusted: any failure counts as the page's
-                error, started = e, self.tab is not None
+                started = self.tab is not None
                 self.stop()
                 if started and isinstance(e, TimeoutError):
                     raise RenderError(f"the page took more than {PAGE_LIMITS['seconds']} s") from e
-        if started:
-            raise RenderError(textwrap.shorten(str(error), 100))
-        cause = textwrap.shorten(str(error) or "timeout", 300)
-        raise GraderError(f"{self.path} does not start: {cause}")
+                if last_try and started:
+                    raise RenderError(textwrap.shorten(str(e), 100)) from e
+                if last_try:
+                    cause = textwrap.shorten(str(e) or "timeout", 300)
+                    raise GraderError(f"{self.path} does not start: {cause}") from e
 
     async def screenshot(self, page, sheet):
         self.page, self.sheet = page, sheet
