@@ -366,13 +366,6 @@ RECORD = {                 # an episode: its key is (task id, sample)
         "asked": {...: [int]},   # {task id: samples} that a run was asked for, in its first record
         "asked_hash": str}}      # of that list, in all of the run's records
 GRADE_FIELDS = "reward", "tests", "failure", "reward_by"  # fields written by the grader
-UNSUPPORTED = {  # fields that would change the prompt or the loss, and what to do instead
-    "system": "make it a first message with the role system",
-    "input": "prompts are built from the messages: drop it if the first one has the "
-             "instructions, else put them there",
-    "reasoning_content": "put it into content as <think> ... </think>",
-    **dict.fromkeys(["tools", "tool_calls"], "for tools see TRL"),
-    **dict.fromkeys(["loss", "loss_mask", "weight", "train"], "every message has the same weight")}
 
 
 def agent_messages(record):
@@ -421,6 +414,60 @@ def settings(meta):
     return {name: x for name, x in {**meta, **model}.items() if name not in omitted}
 
 
+def read_records(stream, *fields, source="stdin", to_grade=False, to_train=False, seen=None):
+    """Yields the records of a stream's lines; an invalid line is an error that names it.
+
+    fields: what a record must have, besides its task's description and reference and, with
+    to_grade, what its grader needs. to_train rejects UNSUPPORTED fields and dialogues without a
+    message of the agent. seen: a Seen, which several streams may share.
+    """
+    seen = seen or Seen(tasks={})
+    for place, record in read_jsonl(stream, source):
+        try:
+            if "task" not in record and "problem_description" in record:
+                record = {"task": record}  # ColBench's published task files hold bare tasks
+            if record.keys() & {"rejected", "messages", "conversations"} and "task" not in record:
+                raise ValueError("this is a preference pair or a chat, convert it first: python "
+                                 "tests/experiments/preferences.py < FILE | train_policy.py --loss "
+                                 "mtdpo (chats: --loss rft)")
+            check_record(record, fields, to_grade, to_train)
+            seen.add_task(record["task"], place)
+            seen.add_episode(record, place)
+        except ValueError as e:
+            fail(f"{place}: {e}")
+        yield record
+
+
+def check_record(record, fields, to_grade, to_train):
+    """Raises ValueError if a record by itself is invalid; for the arguments see read_records.
+
+    Rounds a reward within 1e-9 of 1 or 0, so that the sum of ten times 0.1 counts as solved.
+    """
+    check_shape(record, RECORD)
+    history = record.get("dialogue_history", [])
+    check_dialogue(history, "dialogue_history")
+    if "reward" in record:
+        nearest = round(record["reward"])
+        if 0 < abs(record["reward"] - nearest) < 1e-9:
+            record["reward"] = float(nearest)
+        if not -1 <= record["reward"] <= 1:
+            raise ValueError(f"the reward {record['reward']} is not between -1 and 1")
+    kind = environment(record.get("task", {}))
+    required = ["task.problem_description", "task.ground_truth", *fields]
+    if to_grade:
+        required += kind.required_fields
+    for path in required:
+        value = record
+        for key in path.split("."):
+            value = value.get(key) if isinstance(value, dict) else None
+        if value in (None, {}, []):
+            raise ValueError(f"this record has no {path!r}")
+    if to_train:
+        reject_unsupported(record, history)
+        if not agent_messages(record):
+            raise ValueError("dialogue_history has no message of the agent")
+
+
 TYPES = {  # Python counts true and false as ints
     str: ("text", lambda x: isinstance(x, str)),
     bool: ("true or false", lambda x: isinstance(x, bool)),
@@ -459,42 +506,21 @@ def check_dialogue(history, name):
         raise ValueError(f"{name} starts with the assistant, not with a user or system message")
 
 
+UNSUPPORTED = {  # fields that would change the prompt or the loss, and what to do instead
+    "system": "make it a first message with the role system",
+    "input": "prompts are built from the messages: drop it if the first one has the "
+             "instructions, else put them there",
+    "reasoning_content": "put it into content as <think> ... </think>",
+    **dict.fromkeys(["tools", "tool_calls"], "for tools see TRL"),
+    **dict.fromkeys(["loss", "loss_mask", "weight", "train"], "every message has the same weight")}
+
+
 def reject_unsupported(record, messages):
     """Raises ValueError if the record or one of its messages has an UNSUPPORTED field."""
     for part in (record, *messages):
         for name in UNSUPPORTED:
             if part.get(name) not in (None, "", [], {}, 1):  # a weight of 1 (or true) is fine
                 raise ValueError(f"the field {name!r} is not supported: {UNSUPPORTED[name]}")
-
-
-def check_record(record, fields, to_grade, to_train):
-    """Raises ValueError if a record by itself is invalid; for the arguments see read_records.
-
-    Rounds a reward within 1e-9 of 1 or 0, so that the sum of ten times 0.1 counts as solved.
-    """
-    check_shape(record, RECORD)
-    history = record.get("dialogue_history", [])
-    check_dialogue(history, "dialogue_history")
-    if "reward" in record:
-        nearest = round(record["reward"])
-        if 0 < abs(record["reward"] - nearest) < 1e-9:
-            record["reward"] = float(nearest)
-        if not -1 <= record["reward"] <= 1:
-            raise ValueError(f"the reward {record['reward']} is not between -1 and 1")
-    kind = environment(record.get("task", {}))
-    required = ["task.problem_description", "task.ground_truth", *fields]
-    if to_grade:
-        required += kind.required_fields
-    for path in required:
-        value = record
-        for key in path.split("."):
-            value = value.get(key) if isinstance(value, dict) else None
-        if value in (None, {}, []):
-            raise ValueError(f"this record has no {path!r}")
-    if to_train:
-        reject_unsupported(record, history)
-        if not agent_messages(record):
-            raise ValueError("dialogue_history has no message of the agent")
 
 
 class Seen:
@@ -528,30 +554,6 @@ class Seen:
             raise ValueError(f"sample {sample} of the task {name} is also in "
                              f"{self.episodes[key]}: give each file and each line only once")
         self.episodes[key] = place
-
-
-def read_records(stream, *fields, source="stdin", to_grade=False, to_train=False, seen=None):
-    """Yields the records of a stream's lines; an invalid line is an error that names it.
-
-    fields: what a record must have, besides its task's description and reference and, with
-    to_grade, what its grader needs. to_train rejects UNSUPPORTED fields and dialogues without a
-    message of the agent. seen: a Seen, which several streams may share.
-    """
-    seen = seen or Seen(tasks={})
-    for place, record in read_jsonl(stream, source):
-        try:
-            if "task" not in record and "problem_description" in record:
-                record = {"task": record}  # ColBench's published task files hold bare tasks
-            if record.keys() & {"rejected", "messages", "conversations"} and "task" not in record:
-                raise ValueError("this is a preference pair or a chat, convert it first: python "
-                                 "tests/experiments/preferences.py < FILE | train_policy.py --loss "
-                                 "mtdpo (chats: --loss rft)")
-            check_record(record, fields, to_grade, to_train)
-            seen.add_task(record["task"], place)
-            seen.add_episode(record, place)
-        except ValueError as e:
-            fail(f"{place}: {e}")
-        yield record
 
 
 def check_opening(record):
