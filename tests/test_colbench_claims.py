@@ -19,9 +19,8 @@ import uuid
 import pytest
 
 import colbench
-from colbench import receive, verdict
+from colbench import as_text, receive, verdict
 from conftest import DOUBLE, FULL, HONEST, task
-from sandbox import as_text
 
 # --- the wire -------------------------------------------------------------------------------------
 

@@ -23,7 +23,6 @@ from types import SimpleNamespace
 import pytest
 
 import colbench
-import sandbox
 from colbench import Grader, GraderError, get_args, grade_records
 from conftest import (DOUBLE, FULL, HONEST, PYTHON, ROOT, descendants, gone, lines, records, task,
                       until)
@@ -249,7 +248,7 @@ def test_every_codec_is_there_and_an_answer_that_claims_to_lack_one_is_not_run_f
     wanted = grader.results("", [repr(space["f"](name)) for name in names])
     assert dict(zip(names, given)) == dict(zip(names, wanted))
     claims = ("import os\ndef f(x):\n    for fd in range(3, 64):\n"
-              f"        try: os.write(fd, {sandbox.NEEDS_CODECS!r})\n"
+              f"        try: os.write(fd, {colbench.NEEDS_CODECS!r})\n"
               "        except OSError: pass\n    return 2 * x")
     for answer in (claims, f"numpy = 1\n{claims}"):
         assert {*grader.grade(DOUBLE, answer)["tests"].values()} == {"wrong value"}
@@ -425,7 +424,7 @@ def test_a_child_finds_nothing_to_read(grader):
     facts = {"sum(map(is_open, range(64)))": 5,  # /dev/null three times, the socket, the request
              "{*os.environ} - {'PYTHONHASHSEED', 'TZ', 'OPENBLAS_NUM_THREADS', 'LC_CTYPE'}": set(),
              "{*sys.modules} & {'colbench', 'grader', 'torch'}": set(), "sys.argv": ["-c"],
-             "'ground_truth' in repr(vars(sys.modules['__main__']))": False}
+             f"{DOUBLE['ground_truth']!r} in repr(vars(sys.modules['__main__']))": False}
     probe = ("import os, sys\ndef is_open(fd):\n    try: return os.lseek(fd, 0, 1) >= 0\n"
              "    except OSError as e: return e.errno != 9\ndef wanted(): return ")
     for test, value in facts.items():
@@ -468,7 +467,7 @@ def decided(program, number, architecture, first=0, second=0):
 def test_the_filter_allows_the_frozen_list_alone(machine, monkeypatch):
     """Its decisions, on both machines; a call of the other machine's numbering ends the child."""
     monkeypatch.setattr(os, "uname", lambda: SimpleNamespace(machine=machine))
-    program = [*struct.iter_unpack("HBBI", sandbox.seccomp_filter())]
+    program = [*struct.iter_unpack("HBBI", colbench.seccomp_filter())]
     architecture, numbers = ARCHITECTURES[machine], [*range(2048), 1 << 30, (1 << 30) + 39, -1]
     allowed = {n for n in numbers if decided(program, n, architecture) == "allow"}
     private = {202, 98} & ALLOWED[machine]  # a futex of this process only
@@ -743,10 +742,10 @@ def test_a_killed_server_is_started_again(monkeypatch):
 
 def change_sandbox(monkeypatch, folder, old, new):
     """Servers that start now run a copy of the sandbox with that change."""
-    text = Path(f"{ROOT}/sandbox.py").read_text()
+    text = Path(f"{ROOT}/colbench.py").read_text()
     assert text.count(old) == 1
-    (folder / "sandbox.py").write_text(text.replace(old, new))
-    monkeypatch.setattr(sandbox, "__file__", str(folder / "sandbox.py"))
+    (folder / "colbench.py").write_text(text.replace(old, new))
+    monkeypatch.setattr(colbench, "__file__", str(folder / "colbench.py"))
 
 
 def test_a_grader_that_cannot_work_says_so(monkeypatch, grading, tmp_path):
