@@ -149,7 +149,7 @@ def peak_bytes(args, gpus, model, turns, several):
         calls.append(len(cu_q) - 1)
         return FlashMemory.apply(q, k, v, calls[-1])
 
-    like_gpu = {"flash_supports": lambda q, v: True, "flash_attn_varlen_func": flash,
+    like_gpu = {"flash_supports": lambda q, v: True, "varlen_attn": flash,
               "MAX_LOGITS": {"meta": M.MAX_LOGITS["cuda"]}}
     with patch.multiple(M, **like_gpu), memory:
         tree, anchor = M.Tree(turns, "meta"), torch.ones((), requires_grad=True)

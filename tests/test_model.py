@@ -219,9 +219,9 @@ def test_the_layout_that_flash_kernels_take_gives_the_same(monkeypatch):
                                                 (512, 512, False), (100, 100, False),
                                                 (64, 128, False)])
 def test_flash_attention_gets_only_head_sizes_that_it_takes(size, width, taken, monkeypatch):
-    def limited(q, k, v, cu_q, cu_kv, longest_q, longest_kv, softmax_scale, **more):
+    def limited(q, k, v, cu_q, cu_kv, longest_q, longest_kv, scale, **more):
         assert q.shape[-1] == k.shape[-1] == v.shape[-1] <= 256 and size % 8 == 0
-        return loop_kernel(q, k, v, tree, softmax_scale, -1)
+        return loop_kernel(q, k, v, tree, scale, -1)
 
     tree = M.Tree(some_turns())
     q, k, v = (torch.randn(n, heads, d) for n, heads, d in (
@@ -229,7 +229,7 @@ def test_flash_attention_gets_only_head_sizes_that_it_takes(size, width, taken, 
     on_gpu = SimpleNamespace(shape=q.shape, is_cuda=True, dtype=torch.bfloat16)
     assert M.flash_supports(on_gpu, v) == taken and not M.flash_supports(q, v)
     if taken:
-        monkeypatch.setattr(M, "flash_attn_varlen_func", limited)
+        monkeypatch.setattr(M, "varlen_attn", limited)
         got, want = M.flash_kernel(q, k, v, tree, 0.1, -1), loop_kernel(q, k, v, tree, 0.1, -1)
         assert got.shape == want.shape and torch.allclose(got, want, atol=1e-5)
 
@@ -371,34 +371,6 @@ def test_a_saved_folder_differs_from_its_base_in_the_weights_only(stored, tmp_pa
     assert got == want and configs[0] == {**config, "torch_dtype": "float32"}
     assert {path.stat().st_mode & 0o777 for path in out.glob("*.*")} == {
         (base / "config.json").stat().st_mode & 0o777}
-
-
-@pytest.mark.parametrize("stored", [torch.bfloat16, torch.float32])
-@pytest.mark.parametrize("dtype, step", [("bf16", 1e-4), ("bf16", 0.0), ("fp32", 1e-4)])
-def test_the_share_of_weights_that_training_changed_is_that_of_a_loop(stored, dtype, step, tmp_path,
-                                                                      tiny_dir, capsys):
-    """Only where weights are rounded. The base's are rounded alike, whatever they are stored in."""
-    base, out = shutil.copytree(tiny_dir, tmp_path / "base"), tmp_path / "out"
-    out.mkdir()
-    change_weights(base, lambda state: {name: x.to(stored) for name, x in state.items()})
-    model, tokenizer = M.load(str(base), "cpu", dtype)
-    model.float()
-    with torch.no_grad():
-        for p in model.parameters():
-            p += step
-    capsys.readouterr()
-    M.save(model, tokenizer, out)
-    old, new = weights(base), weights(out)
-    changed = [a != b for name, saved in new.items()
-               for a, b in zip(saved.flatten().tolist(),
-                               old[name].to(saved.dtype).flatten().tolist())]
-    share = 100 * sum(changed) / len(changed)
-    assert (share > 0) == (step > 0) and (share < 99) == (dtype == "bf16")
-    said = capsys.readouterr().err
-    if dtype == "bf16":
-        assert said.startswith(f"{share:.2f} % of the weights in {out} differ from the base's; ")
-    else:
-        assert not said
 
 
 def test_a_message_ends_at_every_eos_of_the_base_and_at_the_templates_end(tmp_path, tiny_dir):
