@@ -4,26 +4,15 @@ A `Turn` is what the agent read, its prompt, and what it wrote, its action. Both
 one character per token, chr(id), because strings sort, slice, compare and hash fast, and take 2 or
 4 bytes per token. Every loss and score is a function of `action_logps(model, turns)`.
 
-Turns share prefixes: candidates have the same history, each turn of a trajectory extends the one
-before, and all trajectories of a task start with its description. `Tree` stores each shared prefix
-once, without padding. It sorts the turns, which puts their prefix tree in depth-first order:
-
-    turns   a b c | d       ids      a  b  c  d  e  f  x
-            a b c | e f     pos      0  1  2  3  3  4  2    position in its sequence
-            a b   | x       parent  -1  0  1  2  2  4  1    index of the token before it
-                            runs    [a  b  c  d][e  f][x]
-
-A run is a stretch of consecutive tokens of one path. Attention computes it as one sequence, whose
-keys are all tokens of its path from the root: [e f] has the keys a b c e f. Letters in shapes: T
-tokens of a tree, A tokens of all its actions, S the same but with shared tokens counted once, L
-tokens of one action, K keys of all runs, H query heads, D head size, V vocabulary size. Dropout is
-always off, in training too.
+Letters in shapes: T tokens of a tree, A tokens of all its actions, S the same but with shared
+tokens counted once, L tokens of one action, K keys of all runs, H query heads, D head size, V
+vocabulary size. Dropout is always off, in training too.
 
 The sections of this file, first the method:
 
     records to turns         the turns of a record, as the policy, the critic and pi_ref read them
     turns to pairs           which trajectories of a task are compared; held-out tasks
-    the tree of turns        the data structure above
+    the tree of turns        the tokens of many turns, each shared prefix once
     attention over runs      the attention that transformers' layers call
     log-probs of turns       one forward over a tree; action_logps over many trees and ranks
     batches and updates      the order of training, and one step of the optimizer
@@ -60,6 +49,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 import torch.nn.functional as F
+from safetensors import safe_open
 from torch.distributed.checkpoint.state_dict import (StateDictOptions, get_model_state_dict,
                                                      get_state_dict, set_state_dict)
 from torch.distributed.device_mesh import init_device_mesh
@@ -252,9 +242,11 @@ def pairs_of(group, min_gap):
     at least min_gap.
     """
     rated = [(t.turns(), t.record["reward"]) for t in group]
-    first_solved = [(turns, reward) for turns, reward in rated if reward >= 1][:1]
+    better = rated
+    if min_gap is None:
+        better = [(turns, reward) for turns, reward in rated if reward >= 1][:1]
     pairs = []
-    for chosen, high in first_solved if min_gap is None else rated:
+    for chosen, high in better:
         for rejected, low in rated:
             if min_gap is None:
                 is_pair = low < 1
@@ -304,6 +296,17 @@ def sorted_with_prefix_lengths(turns):
 class Tree:
     """The prefix tree of turns with non-empty prompts and actions, in depth-first order.
 
+    Turns share prefixes: candidates have the same history, each turn of a trajectory extends the
+    one before, and all trajectories of a task start with its description. The tree stores each
+    shared prefix once, without padding. Sorted turns are in depth-first order:
+
+        turns   a b c | d       ids      a  b  c  d  e  f  x
+                a b c | e f     pos      0  1  2  3  3  4  2    position in its sequence
+                a b   | x       parent  -1  0  1  2  2  4  1    index of the token before it
+                                runs    [a  b  c  d][e  f][x]
+
+    A run is a stretch of consecutive tokens of one path. Attention computes it as one sequence,
+    whose keys are all tokens of its path from the root: [e f] has the keys a b c e f.
     A plain class, because FSDP would search a tuple or dataclass for tensors to move.
     """
 
@@ -623,7 +626,7 @@ def partition(turns, tree_tokens, world=WORLD):
 
     low, high = 0, min(tree_tokens, sum(length - shared for _, length, shared in rows))
     parts = split(high)
-    max_parts = -(-len(parts) // world) * world  # rounded up to a multiple of world
+    max_parts = math.ceil(len(parts) / world) * world
     while high - low > 1 + high // 100:
         middle = (low + high) // 2
         smaller = split(middle)
@@ -631,7 +634,9 @@ def partition(turns, tree_tokens, world=WORLD):
             parts, high = smaller, middle
         else:
             low = middle
-    return parts + parts[-1:] * (-len(parts) % world)
+    while len(parts) % world:
+        parts.append(parts[-1])
+    return parts
 
 
 # --- loading and sharding -------------------------------------------------------------------------
@@ -923,28 +928,71 @@ for letter in ("-d", "-m", "-H", "-I", "-M", "-S", "-j", *"aAbBcCdDeFGhHIjkmMpRS
 STRFTIME_NOW += " }}{%- endmacro %}\n"
 
 
-def any_of(texts):
-    """Returns a regex that matches any of the texts, the longest first."""
-    longest_first = sorted(texts, key=len, reverse=True)
-    return "|".join(map(re.escape, longest_first)) or "(?!)"
+def render(tokenizer, messages, thinking=0):
+    """Returns the token ids of a dialogue as a prompt for the assistant's next message."""
+    text = template_text(tokenizer, messages, thinking, add_prompt=True)
+    return [*map(ord, text_ids(tokenizer, text))]
 
 
-@functools.cache
-def control_tokens(tokenizer):
-    """Returns two regexes: one matches any control token, one the special tokens among them."""
-    template, added = tokenizer.get_chat_template(), tokenizer.added_tokens_decoder.values()
-    special = [token.content for token in added if token.special]
-    others = [token.content for token in added  # those of the template, such as Qwen3's <think>
-              if not token.special and token.content.strip() and token.content in template]
-    return re.compile(any_of(special + others)), re.compile(any_of(special))
+def action_ids(tokenizer, action, history, thinking=0):
+    """Returns (packed ids of the action, number of tokens to drop from the end of the prompt).
+
+    The `token_ids` of a sampled message follow the whole prompt. For other messages, prompt and
+    action together are the template's text of the dialogue, up to the end of the message. This text
+    does not begin with the prompt if the generation prompt ends in "<think>", which templates omit
+    from the messages of a dialogue. A stored `output` follows the whole prompt even then; for a
+    stored `content`, the end of the prompt from which on the two texts differ is dropped:
+
+        prompt <|assistant|><think>    full <|assistant|>which rate?<|end|>    dropped: 1
+    """
+    if action.get("token_ids"):
+        check_token_ids(tokenizer, action)
+        return packed(action["token_ids"]), 0
+    prompt = template_text(tokenizer, history, thinking, add_prompt=True)
+    full = stored_text(tokenizer, action, history, thinking, prompt)
+    prompt_ids, full_ids = text_ids(tokenizer, prompt), text_ids(tokenizer, full)
+    if full.startswith(prompt) and not full_ids.startswith(prompt_ids):
+        # a token would span prompt and action: separate them
+        return text_ids(tokenizer, full[len(prompt):]), 0
+    common = common_prefix(prompt_ids, full_ids)  # usually the whole prompt
+    return full_ids[common:], len(prompt_ids) - common
 
 
-def as_plain(tokenizer, message):
-    """Returns a message's content, with CUTs inside any control token that the text contains."""
-    control, special = control_tokens(tokenizer)
-    stored = message["role"] == "assistant" and not message.get("token_ids")
-    to_cut = special if stored else control  # a template parses <think> in stored messages
-    return to_cut.sub(lambda m: CUT + m[0][0] + CUT + m[0][1:] + CUT, message["content"])
+def stored_text(tokenizer, action, history, thinking, prompt):
+    """Returns the text of a dialogue up to the end of a stored message; see action_ids."""
+    message = {"role": "assistant", "content": action.get("output") or action.get("content") or ""}
+    plain = as_plain(tokenizer, message)
+    full = template_text(tokenizer, [*history, message], thinking, add_prompt=False)
+    before = prompt  # the text before the message
+    if not full.startswith(prompt) or plain.strip() not in full[len(prompt):]:
+        start = max(0, common_prefix(prompt, full) - 20)
+        excerpts = [text[start:start + 60].replace(CUT, "") for text in (prompt, full)]
+        add_warning("stored messages do not follow the prompt verbatim in this --model's chat "
+                    'template; try "meta": {"thinking": 1}, or a template without <think>',
+                    "the prompt has {!r}, the dialogue {!r}".format(*excerpts))
+        if action.get("output"):
+            full = prompt + plain
+        else:
+            before = template_text(tokenizer, history, thinking, add_prompt=False)
+            if not full.startswith(before):
+                raise ValueError("it changes the history from {!r} to {!r}".format(*excerpts))
+    text, end = full[len(before):], end_of_message(tokenizer)
+    if end in text:
+        text = text.rpartition(end)[0]
+    return before + text + end
+
+
+def check_token_ids(tokenizer, action):
+    """Exits if a sampled message's token_ids are not of this tokenizer."""
+    ids = action["token_ids"]
+    matches = max(ids) < len(tokenizer)
+    if matches and "logprobs" in action and "output" in action:  # candidates have no `logprobs`
+        texts = tokenizer.decode(ids, skip_special_tokens=True), action["output"]
+        short, long = sorted((text.strip().rstrip("\ufffd") for text in texts), key=len)
+        matches = long.startswith(short)
+    if not matches:
+        fail("token_ids in the records are not of this --model's tokenizer: "
+             "use the model that sampled them")
 
 
 def template_text(tokenizer, messages, thinking, add_prompt):
@@ -986,6 +1034,41 @@ def check_roles(tokenizer, roles, thinking, add_prompt):
                              f"role is {message['role']}; use another template, or no such message")
 
 
+def as_plain(tokenizer, message):
+    """Returns a message's content, with CUTs inside any control token that the text contains."""
+    control, special = control_tokens(tokenizer)
+    stored = message["role"] == "assistant" and not message.get("token_ids")
+    to_cut = special if stored else control  # a template parses <think> in stored messages
+    return to_cut.sub(lambda m: CUT + m[0][0] + CUT + m[0][1:] + CUT, message["content"])
+
+
+@functools.cache
+def control_tokens(tokenizer):
+    """Returns two regexes: one matches any control token, one the special tokens among them."""
+    template, added = tokenizer.get_chat_template(), tokenizer.added_tokens_decoder.values()
+    special = [token.content for token in added if token.special]
+    others = [token.content for token in added  # those of the template, such as Qwen3's <think>
+              if not token.special and token.content.strip() and token.content in template]
+    return re.compile(any_of(special + others)), re.compile(any_of(special))
+
+
+def any_of(texts):
+    """Returns a regex that matches any of the texts, the longest first."""
+    longest_first = sorted(texts, key=len, reverse=True)
+    return "|".join(map(re.escape, longest_first)) or "(?!)"
+
+
+def text_ids(tokenizer, text):
+    """Returns the packed ids of a template_text; without CUTs they are those of the whole text."""
+    return "".join(part_ids(tokenizer, part) for part in cut_pattern(tokenizer).split(text))
+
+
+@functools.lru_cache(8192)
+def part_ids(tokenizer, text):
+    """Returns the packed ids of a part of a text; cached, since later prompts repeat the parts."""
+    return packed(tokenizer(text, add_special_tokens=False)["input_ids"])
+
+
 @functools.cache
 def cut_pattern(tokenizer):
     """Returns a regex that splits a text at CUTs and before special tokens, for part_ids' cache.
@@ -998,23 +1081,6 @@ def cut_pattern(tokenizer):
     safe = [token.content for token in added if token.special and token.content[0] not in inner
             and not (token.normalized or token.single_word or token.lstrip)]
     return re.compile(f"{CUT}|(?={any_of(safe)})")
-
-
-@functools.lru_cache(8192)
-def part_ids(tokenizer, text):
-    """Returns the packed ids of a part of a text; cached, since later prompts repeat the parts."""
-    return packed(tokenizer(text, add_special_tokens=False)["input_ids"])
-
-
-def text_ids(tokenizer, text):
-    """Returns the packed ids of a template_text; without CUTs they are those of the whole text."""
-    return "".join(part_ids(tokenizer, part) for part in cut_pattern(tokenizer).split(text))
-
-
-def render(tokenizer, messages, thinking=0):
-    """Returns the token ids of a dialogue as a prompt for the assistant's next message."""
-    text = template_text(tokenizer, messages, thinking, add_prompt=True)
-    return [*map(ord, text_ids(tokenizer, text))]
 
 
 @functools.cache
@@ -1034,7 +1100,8 @@ def think_prefix(tokenizer, thinking=0):
 
     Fails if the template writes a header before an assistant's message but no prompt.
     """
-    bare, prompt = (template_text(tokenizer, PROBE[:1], thinking, add) for add in (False, True))
+    bare = template_text(tokenizer, PROBE[:1], thinking, add_prompt=False)
+    prompt = template_text(tokenizer, PROBE[:1], thinking, add_prompt=True)
     header = template_text(tokenizer, PROBE, 0, False).removeprefix(prompt).partition("\ue000")[0]
     if prompt == bare and header.strip():
         fail(f"this --model's chat template has no generation prompt: add {header!r}")
@@ -1048,67 +1115,6 @@ def stop_ids(tokenizer, folder):
     for name in CONFIGS:
         ids.update(eos_ids(os.path.join(folder, name)))
     return {i for i in ids if i is not None and 0 <= i < len(tokenizer)}
-
-
-def action_ids(tokenizer, action, history, thinking=0):
-    """Returns (packed ids of the action, number of tokens to drop from the end of the prompt).
-
-    The `token_ids` of a sampled message follow the whole prompt. For other messages, prompt and
-    action together are the template's text of the dialogue, up to the end of the message. This text
-    does not begin with the prompt if the generation prompt ends in "<think>", which templates omit
-    from the messages of a dialogue. A stored `output` follows the whole prompt even then; for a
-    stored `content`, the end of the prompt from which on the two texts differ is dropped:
-
-        prompt <|assistant|><think>    full <|assistant|>which rate?<|end|>    dropped: 1
-    """
-    if action.get("token_ids"):
-        check_token_ids(tokenizer, action)
-        return packed(action["token_ids"]), 0
-    prompt = template_text(tokenizer, history, thinking, add_prompt=True)
-    full = stored_text(tokenizer, action, history, thinking, prompt)
-    prompt_ids, full_ids = text_ids(tokenizer, prompt), text_ids(tokenizer, full)
-    if full.startswith(prompt) and not full_ids.startswith(prompt_ids):
-        # a token would span prompt and action: separate them
-        return text_ids(tokenizer, full[len(prompt):]), 0
-    common = common_prefix(prompt_ids, full_ids)  # usually the whole prompt
-    return full_ids[common:], len(prompt_ids) - common
-
-
-def check_token_ids(tokenizer, action):
-    """Exits if a sampled message's token_ids are not of this tokenizer."""
-    ids = action["token_ids"]
-    matches = max(ids) < len(tokenizer)
-    if matches and "logprobs" in action and "output" in action:  # candidates have no `logprobs`
-        texts = tokenizer.decode(ids, skip_special_tokens=True), action["output"]
-        short, long = sorted((text.strip().rstrip("\ufffd") for text in texts), key=len)
-        matches = long.startswith(short)
-    if not matches:
-        fail("token_ids in the records are not of this --model's tokenizer: "
-             "use the model that sampled them")
-
-
-def stored_text(tokenizer, action, history, thinking, prompt):
-    """Returns the text of a dialogue up to the end of a stored message; see action_ids."""
-    message = {"role": "assistant", "content": action.get("output") or action.get("content") or ""}
-    plain = as_plain(tokenizer, message)
-    full = template_text(tokenizer, [*history, message], thinking, add_prompt=False)
-    before = prompt  # the text before the message
-    if not full.startswith(prompt) or plain.strip() not in full[len(prompt):]:
-        start = max(0, common_prefix(prompt, full) - 20)
-        excerpts = [text[start:start + 60].replace(CUT, "") for text in (prompt, full)]
-        add_warning("stored messages do not follow the prompt verbatim in this --model's chat "
-                    'template; try "meta": {"thinking": 1}, or a template without <think>',
-                    "the prompt has {!r}, the dialogue {!r}".format(*excerpts))
-        if action.get("output"):
-            full = prompt + plain
-        else:
-            before = template_text(tokenizer, history, thinking, add_prompt=False)
-            if not full.startswith(before):
-                raise ValueError("it changes the history from {!r} to {!r}".format(*excerpts))
-    text, end = full[len(before):], end_of_message(tokenizer)
-    if end in text:
-        text = text.rpartition(end)[0]
-    return before + text + end
 
 
 # --- saving ---------------------------------------------------------------------------------------
@@ -1144,6 +1150,26 @@ def save(model, tokenizer, out):
         eos = eos_ids(generation_config)
         eos += sorted(stop_ids(tokenizer, base) - {*eos})
         set_in_json(generation_config, {"eos_token_id": eos if len(eos) > 1 else eos[0]})
+    if model.dtype.itemsize == 2:
+        print_changed_share(weights, base)
+
+
+def print_changed_share(weights, base):
+    """Prints which share of the weights, {name: tensor}, differs from those in the base's files.
+
+    Training keeps fp32 weights, and rounding to 16 bits undoes changes that are too small.
+    """
+    changed = total = 0
+    for path in base.glob("*.safetensors"):
+        with safe_open(path, "pt") as file:
+            for name in file.keys() & weights.keys():
+                old, new = file.get_tensor(name), weights[name]
+                if old.shape == new.shape:  # some families are stored in another form
+                    changed += (new != old.to(new.dtype)).sum().item()
+                    total += new.numel()
+    if total:
+        say(f"{100 * changed / total:.2f} % of the weights differ from the base's; the others' "
+            "changes, if any, were too small for 16 bits")
 
 
 def set_in_json(path, values):

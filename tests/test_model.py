@@ -373,6 +373,34 @@ def test_a_saved_folder_differs_from_its_base_in_the_weights_only(stored, tmp_pa
         (base / "config.json").stat().st_mode & 0o777}
 
 
+@pytest.mark.parametrize("stored", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("dtype, step", [("bf16", 1e-4), ("bf16", 0.0), ("fp32", 1e-4)])
+def test_the_share_of_weights_that_training_changed_is_that_of_a_loop(stored, dtype, step, tmp_path,
+                                                                      tiny_dir, capsys):
+    """Only where weights are rounded. The base's are rounded alike, whatever they are stored in."""
+    base, out = shutil.copytree(tiny_dir, tmp_path / "base"), tmp_path / "out"
+    out.mkdir()
+    change_weights(base, lambda state: {name: x.to(stored) for name, x in state.items()})
+    model, tokenizer = M.load(str(base), "cpu", dtype)
+    model.float()
+    with torch.no_grad():
+        for p in model.parameters():
+            p += step
+    capsys.readouterr()
+    M.save(model, tokenizer, out)
+    old, new = weights(base), weights(out)
+    changed = [a != b for name, saved in new.items()
+               for a, b in zip(saved.flatten().tolist(),
+                               old[name].to(saved.dtype).flatten().tolist())]
+    share = 100 * sum(changed) / len(changed)
+    assert (share > 0) == (step > 0) and (share < 99) == (dtype == "bf16")
+    said = capsys.readouterr().err
+    if dtype == "bf16":
+        assert said.startswith(f"{share:.2f} % of the weights differ from the base's; ")
+    else:
+        assert not said
+
+
 def test_a_message_ends_at_every_eos_of_the_base_and_at_the_templates_end(tmp_path, tiny_dir):
     """A policy that is saved without its base's generation_config.json still has one."""
     shutil.copytree(tiny_dir, tmp_path / "base")
