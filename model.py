@@ -182,7 +182,7 @@ def read_trajectories(args, *fields, pi_reads_c, ref_reads_c):
 
 def warn_about_texts(record, tokenizer, name, pi_reads_c):
     """Adds warnings about texts of a record that are valid, but may be mistakes."""
-    special = control_tokens(tokenizer)[1]
+    _, special = control_tokens(tokenizer)
     for message in record["dialogue_history"]:
         for stored in message, *message.get("candidates", ()):
             text = stored.get("output") or stored.get("content") or ""
@@ -919,7 +919,8 @@ def agree(logps, own_logps, dtype):
 # between CUTs by themselves, so that it becomes no control token.
 CUT = "\ud800"  # a lone surrogate, which no text contains
 # a dialogue to find what the template writes before and after a message of the assistant
-PROBE = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "\ue000"}]
+MARK = "\ue000"
+PROBE = [{"role": "user", "content": "a"}, {"role": "assistant", "content": MARK}]
 TODAY = datetime.date(2024, 7, 26)  # for templates that print the date, so that prompts stay equal
 # a macro, because transformers 5.22 turns Python functions into text; the newline is trimmed
 STRFTIME_NOW = "{%- macro strftime_now(format) -%}{{ format"
@@ -1086,9 +1087,11 @@ def cut_pattern(tokenizer):
 @functools.cache
 def end_of_message(tokenizer):
     """Returns the end of an assistant's message: template text up to a control token, else EOS."""
-    after = template_text(tokenizer, PROBE, 0, False).rpartition("\ue000")[2]
-    if control := control_tokens(tokenizer)[0].search(after):
-        return after[:control.end()]
+    text = template_text(tokenizer, PROBE, thinking=0, add_prompt=False)
+    after = text.rpartition(MARK)[2]
+    control, _ = control_tokens(tokenizer)
+    if found := control.search(after):
+        return after[:found.end()]
     if not tokenizer.eos_token:
         fail("the chat template does not end messages with a token: set the tokenizer's eos_token")
     add_warning("chat template ends messages without a token", f"{tokenizer.eos_token} is used")
@@ -1102,7 +1105,8 @@ def think_prefix(tokenizer, thinking=0):
     """
     bare = template_text(tokenizer, PROBE[:1], thinking, add_prompt=False)
     prompt = template_text(tokenizer, PROBE[:1], thinking, add_prompt=True)
-    header = template_text(tokenizer, PROBE, 0, False).removeprefix(prompt).partition("\ue000")[0]
+    text = template_text(tokenizer, PROBE, thinking=0, add_prompt=False)
+    header = text.removeprefix(prompt).partition(MARK)[0]
     if prompt == bare and header.strip():
         fail(f"this --model's chat template has no generation prompt: add {header!r}")
     opened = "<think>" in prompt.removeprefix(bare).rpartition("</think>")[2]
