@@ -20,6 +20,7 @@ The sections of this file, first the method:
 A reader of the method may skip the rest:
 
     each rank's share        splits turns into parts of equal size
+    faulty records           warnings and errors about texts, tokens and a lack of pairs
     loading and sharding     a model ready to train or to score, by FSDP2
     model files              what a Hugging Face folder must have, and hashes of its weights
     proofs                   tests, at each start, that the log-probs are those of transformers
@@ -180,27 +181,6 @@ def read_trajectories(args, *fields, pi_reads_c, ref_reads_c):
     return trajectories
 
 
-def warn_about_texts(record, tokenizer, name, pi_reads_c):
-    """Adds warnings about texts of a record that are valid, but may be mistakes."""
-    _, special = control_tokens(tokenizer)
-    for message in record["dialogue_history"]:
-        for stored in message, *message.get("candidates", ()):
-            text = stored.get("output") or stored.get("content") or ""
-            if special.search(text) and not stored.get("token_ids"):
-                add_warning("messages contain a control token, kept as text", name)
-    if pi_reads_c and not hidden_information(record["task"]):
-        add_warning("records without hidden information for the critic", name)
-    check_opening(record)
-
-
-def check_vocabulary(turns, vocab_size, name):
-    """Exits if one of the turns, [(pi's, pi_ref's)], has a token that the model lacks."""
-    for turn, _ in turns:
-        if ord(max(turn.prompt + turn.action)) >= vocab_size:
-            fail(f"{name} has a token id outside --model's vocabulary of {vocab_size} tokens: use "
-                 "the model that sampled it")
-
-
 # --- turns to pairs -------------------------------------------------------------------------------
 
 class Pair(NamedTuple):
@@ -255,17 +235,6 @@ def pairs_of(group, min_gap):
             if is_pair and chosen != rejected:
                 pairs.append(Pair(chosen, rejected, gap=high - low))
     return pairs
-
-
-def why_no_pairs(trajectories, min_gap):
-    """Returns an error message for trajectories without a pair."""
-    n_long = sum(None in t.turns() for t in trajectories)
-    needs = "both a solved and an unsolved one (--min_gap 0: two that differ in reward)"
-    if min_gap is not None:
-        needs = f"two whose rewards differ, by {min_gap} or more"
-    return (f"no pairs in {len(trajectories)} trajectories, {n_long} of them too long for "
-            f"--max_length or --model: no task has {needs}; sample more episodes per task with "
-            "collect.py -k, or collect on easier or harder tasks")
 
 
 def hold_out(tasks, share, seed):
@@ -637,6 +606,40 @@ def partition(turns, tree_tokens, world=WORLD):
     while len(parts) % world:
         parts.append(parts[-1])
     return parts
+
+
+# --- faulty records -------------------------------------------------------------------------------
+
+def warn_about_texts(record, tokenizer, name, pi_reads_c):
+    """Adds warnings about texts of a record that are valid, but may be mistakes."""
+    _, special = control_tokens(tokenizer)
+    for message in record["dialogue_history"]:
+        for stored in message, *message.get("candidates", ()):
+            text = stored.get("output") or stored.get("content") or ""
+            if special.search(text) and not stored.get("token_ids"):
+                add_warning("messages contain a control token, kept as text", name)
+    if pi_reads_c and not hidden_information(record["task"]):
+        add_warning("records without hidden information for the critic", name)
+    check_opening(record)
+
+
+def check_vocabulary(turns, vocab_size, name):
+    """Exits if one of the turns, [(pi's, pi_ref's)], has a token that the model lacks."""
+    for turn, _ in turns:
+        if ord(max(turn.prompt + turn.action)) >= vocab_size:
+            fail(f"{name} has a token id outside --model's vocabulary of {vocab_size} tokens: use "
+                 "the model that sampled it")
+
+
+def why_no_pairs(trajectories, min_gap):
+    """Returns an error message for trajectories without a pair."""
+    n_long = sum(None in t.turns() for t in trajectories)
+    needs = "both a solved and an unsolved one (--min_gap 0: two that differ in reward)"
+    if min_gap is not None:
+        needs = f"two whose rewards differ, by {min_gap} or more"
+    return (f"no pairs in {len(trajectories)} trajectories, {n_long} of them too long for "
+            f"--max_length or --model: no task has {needs}; sample more episodes per task with "
+            "collect.py -k, or collect on easier or harder tasks")
 
 
 # --- loading and sharding -------------------------------------------------------------------------
