@@ -1151,9 +1151,9 @@ def save(model, tokenizer, out):
                 copy = Path(out, path.relative_to(base))
                 copy.parent.mkdir(exist_ok=True)
                 shutil.copyfile(path, copy)
-        # the name varies by version of transformers
-        names = {"dtype", "torch_dtype"} & read_json(config).keys() or {"torch_dtype"}
-        set_in_json(config, dict.fromkeys(names, str(model.dtype).removeprefix("torch.")))
+        names = {"dtype", "torch_dtype"} & read_json(config).keys()  # it varies by version
+        dtype = str(model.dtype).removeprefix("torch.")
+        set_in_json(config, dict.fromkeys(names or {"torch_dtype"}, dtype))
         eos = eos_ids(generation_config)
         eos += sorted(stop_ids(tokenizer, base) - {*eos})
         set_in_json(generation_config, {"eos_token_id": eos if len(eos) > 1 else eos[0]})
