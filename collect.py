@@ -157,10 +157,9 @@ from transformers import AttentionInterface, AttentionMaskInterface, DynamicCach
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
-from model import (MODEL_FILES, critic_turns, find_model, finished_flags, load, load_lm,
-                   think_prefix, reference_logps, render, score, stop_ids, turn_actions,
-                   weights_digest)
-from train_critic import advantage
+from model import (MODEL_FILES, find_model, load, load_lm, pi_and_ref_turns, think_prefix,
+                   reference_logps, render, score, stop_ids, turn_actions, weights_digest)
+from train_critic import advantage, finished_flags
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
@@ -417,8 +416,8 @@ class Critic(Batcher):
 
     async def advantages(self, task, history, actions):
         record = {"task": task, "meta": {"thinking": self.thinking}}
-        turns = critic_turns(self.tokenizer, record, history, actions, pi_reads_c=True,
-                             ref_reads_c=self.ref_reads_c)
+        turns = pi_and_ref_turns(self.tokenizer, record, history, actions, pi_reads_c=True,
+                                 ref_reads_c=self.ref_reads_c)
         return await self.submit(turns=turns)
 
     def compute(self, new):

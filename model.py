@@ -4,40 +4,30 @@ A `Turn` is what the agent read, its prompt, and what it wrote, its action. Both
 one character per token, chr(id), because strings sort, slice, compare and hash fast, and take 2 or
 4 bytes per token. Every loss and score is a function of `action_logps(model, turns)`.
 
-Turns share prefixes: candidates have the same history, each turn of a trajectory extends the one
-before, and all trajectories of a task start with its description. `Tree` stores each shared prefix
-once, without padding. It sorts the turns, which puts their prefix tree in depth-first order:
-
-    turns   a b c | d       ids      a  b  c  d  e  f  x
-            a b c | e f     pos      0  1  2  3  3  4  2    position in its sequence
-            a b   | x       parent  -1  0  1  2  2  4  1    index of the token before it
-                            runs    [a  b  c  d][e  f][x]
-
-A run is a stretch of consecutive tokens of one path. Attention computes it as one sequence, whose
-keys are all tokens of its path from the root: [e f] has the keys a b c e f. Letters in shapes: T
-tokens of a tree, A tokens of all its actions, S the same but with shared tokens counted once, L
-tokens of one action, K keys of all runs, H query heads, D head size, V vocabulary size. Dropout is
-always off, in training too.
+Letters in shapes: T tokens of a tree, A tokens of all its actions, S the same but with shared
+tokens counted once, L tokens of one action, K keys of all runs, H query heads, D head size, V
+vocabulary size. Dropout is always off, in training too.
 
 The sections of this file, first the method:
 
-    turns and their tree     the data structure above
-    attention over runs      the attention that transformers' layers call
-    log-probs of turns       one forward over a tree; action_logps over many trees and ranks
     records to turns         the turns of a record, as the policy, the critic and pi_ref read them
     turns to pairs           which trajectories of a task are compared; held-out tasks
+    the tree of turns        the tokens of many turns, each shared prefix once
+    attention over runs      the attention that transformers' layers call
+    log-probs of turns       one forward over a tree; action_logps over many trees and ranks
     batches and updates      the order of training, and one step of the optimizer
 
 A reader of the method may skip the rest:
 
     each rank's share        splits turns into parts of equal size
-    loading and sharding     Hugging Face folders, FSDP2
+    faulty records           warnings and errors about texts, tokens and a lack of pairs
+    loading and sharding     a model ready to train or to score, by FSDP2
+    model files              what a Hugging Face folder must have, and hashes of its weights
     proofs                   tests, at each start, that the log-probs are those of transformers
     chat templates           dialogues to token ids
     saving, checkpoints      Hugging Face folders; optimizer state for any number of processes
     model card               what a run's folder says about itself, and how to serve it
 """
-import contextlib
 import datetime
 import functools
 import glob
@@ -54,7 +44,6 @@ from bisect import bisect_left
 from concurrent.futures import ThreadPoolExecutor
 from itertools import accumulate, chain
 from pathlib import Path
-from types import SimpleNamespace
 from typing import NamedTuple
 
 import torch
@@ -75,9 +64,9 @@ from transformers.utils import logging
 
 from colbench import (HIDDEN, check_opening, hidden_information, read_records, task_id, task_kind,
                       with_hidden)
-from utils import (RANK, WORLD, add_warning, barrier, changed_scripts, digest, drop_checkpoints,
-                   fail, fail_on_error, is_out_of_memory, print_warnings, progress, refuse_pointer,
-                   rng, rows_of, say, sum_over_ranks, writing)
+from utils import (RANK, WORLD, add_warning, barrier, digest, drop_checkpoints, fail,
+                   fail_on_error, is_out_of_memory, print_warnings, progress, refuse_pointer, rng,
+                   rows_of, say, sum_over_ranks, writing)
 
 GQA = {"enable_gqa": True} if torch.__version__ >= "2.12" else {}  # torch 2.11 always enables it
 try:
@@ -92,7 +81,7 @@ MAX_KEYS = 2 ** 19  # of a tree: 11 GB in a backward pass with 32 query and 8 KV
 MAX_LOGITS = {"cpu": 2 ** 24, "cuda": 2 ** 27}  # logits per chunk: 64 MB or 512 MB in fp32
 
 
-# --- turns and their tree -------------------------------------------------------------------------
+# --- records to turns -----------------------------------------------------------------------------
 
 class Turn(NamedTuple):
     """Prompt and action, one character per token; neither is empty."""
@@ -104,6 +93,163 @@ def packed(ids):
     """Packs token ids into a string, the form in which turns hold them; map(ord, s) unpacks it."""
     return "".join(map(chr, ids))
 
+
+class Action(NamedTuple):
+    """A message or candidate of the agent, and what the models read of it."""
+    fields: dict     # those of the record
+    turn: Turn       # what pi reads; None if it is too long
+    ref_turn: Turn   # what pi_ref reads, whose prompt may be another one
+
+
+class Trajectory(NamedTuple):
+    """A record, and what the models read of it."""
+    task: str      # the task's id
+    record: dict
+    actions: list  # [[Action]]: for each message of the agent, it and its candidates
+
+    def turns(self):
+        """Returns the turns of the agent's messages, in order."""
+        return tuple(message.turn for message, *_ in self.actions)
+
+    def sort_key(self):
+        """Returns a key to sort by, so that pairs do not depend on which episode ended first."""
+        return self.task, self.record.get("sample", 0), self.record.get("meta", {}).get("seed", 0)
+
+
+def turn_actions(record):
+    """Yields (history, [message, *its candidates]) for each message of the agent."""
+    history = record["dialogue_history"]
+    for t, message in enumerate(history):
+        if message["role"] == "assistant":
+            yield history[:t], [message, *message.get("candidates", ())]
+
+
+def pi_and_ref_turns(tokenizer, record, history, actions, *, pi_reads_c, ref_reads_c):
+    """Returns [(pi's turn, pi_ref's turn)] of the actions after a history.
+
+    They differ only in the prompt. pi_reads_c, ref_reads_c: does the prompt of that model include
+    the hidden information, c? actions: messages or candidates.
+    """
+    thinking = record.get("meta", {}).get("thinking", 0)  # the setting it was sampled with
+
+    def prompt_ids(reads_c):
+        c = hidden_information(record["task"]) if reads_c else ""
+        messages = with_hidden(history, c) if c else history
+        return packed(render(tokenizer, messages, thinking))
+
+    prompt = prompt_ids(pi_reads_c)
+    ref_prompt = prompt if ref_reads_c == pi_reads_c else prompt_ids(ref_reads_c)
+    turns = []
+    for action in actions:
+        ids, n_dropped = action_ids(tokenizer, action, history, thinking)
+        # both prompts end alike, so the same number of tokens is dropped: see action_ids
+        turn = Turn(prompt[:len(prompt) - n_dropped], ids)
+        ref_turn = Turn(ref_prompt[:len(ref_prompt) - n_dropped], ids)
+        turns.append((turn, ref_turn))
+    return turns
+
+
+def read_trajectories(args, *fields, pi_reads_c, ref_reads_c):
+    """Returns [Trajectory] of stdin. fields: those that a record must have.
+
+    pi_reads_c, ref_reads_c: see pi_and_ref_turns. Actions that have more than --max_length tokens
+    with their prompt are too long.
+    """
+    records = [*read_records(sys.stdin, "dialogue_history", *fields, to_train=True)]
+    _, tokenizer, config = find_model(args.model)
+    config = config.get_text_config()
+    longest = min(args.max_length, getattr(config, "max_position_embeddings", None) or math.inf)
+    with fail_on_error(f"the chat template of --model {args.model} can't be used"):
+        end_of_message(tokenizer)  # else `save` would fail, after training
+    trajectories = []
+    for record in records:
+        trajectory = Trajectory(task_id(record["task"]), record, [])
+        trajectories.append(trajectory)
+        name = f"the task {trajectory.task}"
+        warn_about_texts(record, tokenizer, name, pi_reads_c)
+        for history, actions in turn_actions(record):
+            with fail_on_error(f"--model's chat template rejects {name}"):
+                turns = pi_and_ref_turns(tokenizer, record, history, actions,
+                                         pi_reads_c=pi_reads_c, ref_reads_c=ref_reads_c)
+            if len(tokenizer) > config.vocab_size:
+                check_vocabulary(turns, config.vocab_size, name)
+            read = []
+            for action, (turn, ref_turn) in zip(actions, turns):
+                if len(turn.prompt) + len(turn.action) > longest:
+                    add_warning(f"turns exceed {longest} tokens (--max_length or --model's limit): "
+                                "they get no score, and their trajectories no pairs", name)
+                    turn = ref_turn = None
+                read.append(Action(action, turn, ref_turn))
+            trajectory.actions.append(read)
+    print_warnings()
+    return trajectories
+
+
+# --- turns to pairs -------------------------------------------------------------------------------
+
+class Pair(NamedTuple):
+    """A training example: two trajectories of a task, or two candidates of a turn."""
+    chosen: tuple         # all turns of the better trajectory, or the better candidate's one turn
+    rejected: tuple = ()  # likewise of the worse one; empty for --loss rft
+    gap: float = 0.0      # difference of rewards or of candidates' scores; read by edits
+
+
+def by_task(trajectories):
+    """Returns {(task id, pair): [Trajectory]}, sorted, without those with too long a turn."""
+    groups = {}  # `pair` keeps converted preference pairs apart; it is None for episodes
+    for t in sorted(trajectories, key=Trajectory.sort_key):
+        if None not in t.turns():
+            groups.setdefault((t.task, t.record.get("pair")), []).append(t)
+    return groups
+
+
+def trajectory_pairs(trajectories, min_gap):
+    """Returns {task id: [Pair of its trajectories]} of those tasks that have a pair.
+
+    min_gap: see pairs_of. Both trainers learn from these pairs, and measure accuracy on them.
+    """
+    groups = {}
+    for (task, _), group in by_task(trajectories).items():
+        if len({t.record.get("reward_by") for t in group}) > 1:
+            add_warning("tasks have trajectories that are paired by rewards of different graders: "
+                        "grade all episodes alike (colbench.py grade)", f"the task {task}")
+        if pairs := pairs_of(group, min_gap):
+            groups.setdefault(task, []).extend(pairs)
+    print_warnings()
+    return groups
+
+
+def pairs_of(group, min_gap):
+    """Returns [Pair] of trajectories of a task.
+
+    min_gap None: the first solved one with every unsolved one; else any two whose rewards differ by
+    at least min_gap.
+    """
+    rated = [(t.turns(), t.record["reward"]) for t in group]
+    better = rated
+    if min_gap is None:
+        better = [(turns, reward) for turns, reward in rated if reward >= 1][:1]
+    pairs = []
+    for chosen, high in better:
+        for rejected, low in rated:
+            if min_gap is None:
+                is_pair = low < 1
+            else:
+                is_pair = high > low and high - low > min_gap - 1e-9
+            if is_pair and chosen != rejected:
+                pairs.append(Pair(chosen, rejected, gap=high - low))
+    return pairs
+
+
+def hold_out(tasks, share, seed):
+    """Shuffles tasks; returns (training tasks, held out), with at least one to train on."""
+    tasks = list(tasks)
+    rng("held out", seed).shuffle(tasks)
+    n_held = min(math.ceil(share * len(tasks)), len(tasks) - 1)
+    return tasks[n_held:], tasks[:n_held]
+
+
+# --- the tree of turns ----------------------------------------------------------------------------
 
 def common_prefix(a, b):
     """Returns the length of the common prefix of two strings, by bisection: slices are fast."""
@@ -123,6 +269,17 @@ def sorted_with_prefix_lengths(turns):
 class Tree:
     """The prefix tree of turns with non-empty prompts and actions, in depth-first order.
 
+    Turns share prefixes: candidates have the same history, each turn of a trajectory extends the
+    one before, and all trajectories of a task start with its description. The tree stores each
+    shared prefix once, without padding. Sorted turns are in depth-first order:
+
+        turns   a b c | d       ids      a  b  c  d  e  f  x
+                a b c | e f     pos      0  1  2  3  3  4  2    position in its sequence
+                a b   | x       parent  -1  0  1  2  2  4  1    index of the token before it
+                                runs    [a  b  c  d][e  f][x]
+
+    A run is a stretch of consecutive tokens of one path. Attention computes it as one sequence,
+    whose keys are all tokens of its path from the root: [e f] has the keys a b c e f.
     A plain class, because FSDP would search a tuple or dataclass for tensors to move.
     """
 
@@ -314,10 +471,8 @@ class TreeLM(torch.nn.Module):
 def action_logps(model, turns, tree_tokens=math.inf, label=None):
     """Returns {turn: (L,) log-probs of its action given its prompt}, on the CPU, in fp32 or fp64.
 
-    All ranks must call this with the same turns. Each computes a share of them, then all exchange
-    the values; a value has a gradient only on the rank that computed it. So all ranks have the same
-    loss, and the sum of their gradients, which FSDP makes, is the full one.
-    tree_tokens: see partition. label: of a progress bar over trees.
+    All ranks must call this with the same turns. Each computes a share of them, and gets the
+    others' values by with_other_ranks. tree_tokens: see partition. label: of a progress bar.
     """
     parts = partition(turns, tree_tokens if model.supports_trees else 0)
     trees = len(parts) // WORLD  # the same number on each rank, as all join every collective
@@ -336,12 +491,22 @@ def action_logps(model, turns, tree_tokens=math.inf, label=None):
         else:
             by_part[n] = model(tree)
     flat = torch.cat([logps.cpu() for logps in by_part])  # (A,) of all parts
-    if WORLD > 1:
-        total = flat.detach().clone()
-        dist.all_reduce(total)
-        flat = flat + (total - flat.detach())  # all ranks' values, this rank's gradient
+    flat = with_other_ranks(flat)
     logps = dict(zip(chain(*parts), flat.split([*chain(*lengths)])))  # drops the copies
     return {turn: logps[turn] for turn in turns}
+
+
+def with_other_ranks(mine):
+    """Returns the sum of `mine` over all ranks, each of which has zeros at the others' values.
+
+    A value has a gradient only on the rank that computed it. So all ranks have the same loss, and
+    the sum of their gradients, which FSDP makes, is the full one.
+    """
+    if WORLD == 1:
+        return mine
+    total = mine.detach().clone()
+    dist.all_reduce(total)
+    return mine + (total - mine.detach())
 
 
 @torch.no_grad()
@@ -360,198 +525,6 @@ def reference_logps(model, ref_turn_of, tree_tokens):
     """Returns {turn: (L,) log-probs under pi_ref}. ref_turn_of: {pi's turn: pi_ref's turn}."""
     logps = score(model, list(ref_turn_of.values()), tree_tokens, "reference")
     return {turn: logps[ref_turn] for turn, ref_turn in ref_turn_of.items()}
-
-
-# --- records to turns -----------------------------------------------------------------------------
-
-class Action(NamedTuple):
-    """A message or candidate of the agent, and what the models read of it."""
-    fields: dict     # those of the record
-    turn: Turn       # what pi reads; None if it is too long
-    ref_turn: Turn   # what pi_ref reads, whose prompt may be another one
-
-
-class Trajectory(NamedTuple):
-    """A record, and what the models read of it."""
-    task: str      # the task's id
-    record: dict
-    actions: list  # [[Action]]: for each message of the agent, it and its candidates
-
-    def turns(self):
-        """Returns the turns of the agent's messages, in order."""
-        return tuple(message.turn for message, *_ in self.actions)
-
-    def sort_key(self):
-        """Returns a key to sort by, so that pairs do not depend on which episode ended first."""
-        return self.task, self.record.get("sample", 0), self.record.get("meta", {}).get("seed", 0)
-
-
-def turn_actions(record):
-    """Yields (history, [message, *its candidates]) for each message of the agent."""
-    history = record["dialogue_history"]
-    for t, message in enumerate(history):
-        if message["role"] == "assistant":
-            yield history[:t], [message, *message.get("candidates", ())]
-
-
-def critic_turns(tokenizer, record, history, actions, *, pi_reads_c, ref_reads_c):
-    """Returns (pi's turn, pi_ref's turn) for each action after a history, for either trainer.
-
-    They differ only in the prompt. pi_reads_c, ref_reads_c: does the prompt of that model include
-    the hidden information, c? actions: messages or candidates.
-    """
-    thinking = record.get("meta", {}).get("thinking", 0)  # the setting it was sampled with
-
-    def prompt_ids(reads_c):
-        c = hidden_information(record["task"]) if reads_c else ""
-        messages = with_hidden(history, c) if c else history
-        return packed(render(tokenizer, messages, thinking))
-
-    prompt = prompt_ids(pi_reads_c)
-    ref_prompt = prompt if ref_reads_c == pi_reads_c else prompt_ids(ref_reads_c)
-    turns = []
-    for action in actions:
-        ids, n_dropped = action_ids(tokenizer, action, history, thinking)
-        # both prompts end alike, so the same number of tokens is dropped: see action_ids
-        turn = Turn(prompt[:len(prompt) - n_dropped], ids)
-        ref_turn = Turn(ref_prompt[:len(ref_prompt) - n_dropped], ids)
-        turns.append((turn, ref_turn))
-    return turns
-
-
-def read_trajectories(args, *fields, pi_reads_c, ref_reads_c):
-    """Returns [Trajectory] of stdin. fields: those a record must have; others: see critic_turns.
-
-    Actions that have more than --max_length tokens with their prompt are too long.
-    """
-    records = [*read_records(sys.stdin, "dialogue_history", *fields, to_train=True)]
-    _, tokenizer, config = find_model(args.model)
-    config = config.get_text_config()
-    longest = min(args.max_length, getattr(config, "max_position_embeddings", None) or math.inf)
-    with fail_on_error(f"the chat template of --model {args.model} can't be used"):
-        end_of_message(tokenizer)  # else `save` would fail, after training
-    trajectories = []
-    for record in records:
-        trajectory = Trajectory(task_id(record["task"]), record, [])
-        trajectories.append(trajectory)
-        name = f"the task {trajectory.task}"
-        warn_about_texts(record, tokenizer, name, pi_reads_c)
-        for history, actions in turn_actions(record):
-            with fail_on_error(f"--model's chat template rejects {name}"):
-                turns = critic_turns(tokenizer, record, history, actions, pi_reads_c=pi_reads_c,
-                                     ref_reads_c=ref_reads_c)
-            if len(tokenizer) > config.vocab_size:
-                check_vocabulary(turns, config.vocab_size, name)
-            read = []
-            for action, (turn, ref_turn) in zip(actions, turns):
-                if len(turn.prompt) + len(turn.action) > longest:
-                    add_warning(f"turns exceed {longest} tokens (--max_length or --model's limit): "
-                                "they get no score, and their trajectories no pairs", name)
-                    turn = ref_turn = None
-                read.append(Action(action, turn, ref_turn))
-            trajectory.actions.append(read)
-    print_warnings()
-    return trajectories
-
-
-def warn_about_texts(record, tokenizer, name, pi_reads_c):
-    """Adds warnings about texts of a record that are valid, but may be mistakes."""
-    special = control_tokens(tokenizer)[1]
-    for message in record["dialogue_history"]:
-        if message["role"] != "assistant" and special.search(message["content"]):
-            add_warning("messages contain a control token, kept as text", name)
-    if pi_reads_c and not hidden_information(record["task"]):
-        add_warning("records without hidden information for the critic", name)
-    check_opening(record)
-
-
-def check_vocabulary(turns, vocab_size, name):
-    """Exits if one of the turns, [(pi's, pi_ref's)], has a token that the model lacks."""
-    for turn, _ in turns:
-        if ord(max(turn.prompt + turn.action)) >= vocab_size:
-            fail(f"{name} has a token id outside --model's vocabulary of {vocab_size} tokens: use "
-                 "the model that sampled it")
-
-
-# --- turns to pairs -------------------------------------------------------------------------------
-
-def by_task(trajectories):
-    """Returns {(task id, pair): [Trajectory]}, sorted, without those with too long a turn."""
-    groups = {}  # `pair` keeps converted preference pairs apart; it is None for episodes
-    for t in sorted(trajectories, key=Trajectory.sort_key):
-        if None not in t.turns():
-            groups.setdefault((t.task, t.record.get("pair")), []).append(t)
-    return groups
-
-
-class Pair(NamedTuple):
-    """A training example: two trajectories of a task, or two candidates of a turn."""
-    chosen: tuple         # all turns of the better trajectory, or the better candidate's one turn
-    rejected: tuple = ()  # likewise of the worse one; empty for --loss rft
-    gap: float = 0.0      # difference of rewards or of candidates' scores; read by edits
-
-
-def trajectory_pairs(trajectories, min_gap):
-    """Returns {task id: [Pair of its trajectories]} of those tasks that have a pair.
-
-    min_gap: see pairs_of. Both trainers learn from these pairs, and measure accuracy on them.
-    """
-    groups, graders = {}, {}
-    for t in trajectories:
-        names = graders.setdefault(t.task, set())
-        names.add(t.record.get("reward_by"))
-        if len(names) > 1:
-            add_warning("trajectories are paired by rewards of different graders: grade all "
-                        "episodes alike (colbench.py grade)", f"the task {t.task}")
-    print_warnings()
-    for (task, _), group in by_task(trajectories).items():
-        if pairs := pairs_of(group, min_gap):
-            groups.setdefault(task, []).extend(pairs)
-    return groups
-
-
-def pairs_of(group, min_gap):
-    """Returns [Pair] of trajectories of a task.
-
-    min_gap None: the first solved one with every unsolved one; else any two whose rewards differ by
-    at least min_gap.
-    """
-    rated = [(t.turns(), t.record["reward"]) for t in group]
-    first_solved = [(turns, reward) for turns, reward in rated if reward >= 1][:1]
-    pairs = []
-    for chosen, high in first_solved if min_gap is None else rated:
-        for rejected, low in rated:
-            if min_gap is None:
-                is_pair = low < 1
-            else:
-                is_pair = high > low and high - low > min_gap - 1e-9
-            if is_pair and chosen != rejected:
-                pairs.append(Pair(chosen, rejected, gap=high - low))
-    return pairs
-
-
-def why_no_pairs(trajectories, min_gap):
-    """Returns an error message for trajectories without a pair."""
-    tasks = by_task(trajectories)
-    n_long = len(trajectories) - sum(map(len, tasks.values()))
-    if not tasks:
-        why = "all are too long for --max_length or --model"
-    elif all(len({t.record["reward"] for t in group}) == 1 for group in tasks.values()):
-        why = ("no task has two that differ in reward: sample more episodes per task with "
-               "collect.py -k, or collect on easier or harder tasks")
-    elif min_gap is None:
-        why = "no task has both a solved and an unsolved one; try --min_gap 0"
-    else:
-        why = f"no task has two whose rewards differ by {min_gap} or more"
-    return f"no pairs in {len(trajectories)} trajectories, {n_long} of them too long: {why}"
-
-
-def hold_out(tasks, share, seed):
-    """Shuffles tasks; returns (training tasks, held out), with at least one to train on."""
-    tasks = list(tasks)
-    rng("held out", seed).shuffle(tasks)
-    n_held = min(math.ceil(share * len(tasks)), len(tasks) - 1)
-    return tasks[n_held:], tasks[:n_held]
 
 
 # --- batches and updates --------------------------------------------------------------------------
@@ -629,7 +602,7 @@ def partition(turns, tree_tokens, world=WORLD):
 
     low, high = 0, min(tree_tokens, sum(length - shared for _, length, shared in rows))
     parts = split(high)
-    max_parts = -(-len(parts) // world) * world  # rounded up to a multiple of world
+    max_parts = math.ceil(len(parts) / world) * world
     while high - low > 1 + high // 100:
         middle = (low + high) // 2
         smaller = split(middle)
@@ -637,124 +610,46 @@ def partition(turns, tree_tokens, world=WORLD):
             parts, high = smaller, middle
         else:
             low = middle
-    return parts + parts[-1:] * (-len(parts) % world)
+    while len(parts) % world:
+        parts.append(parts[-1])
+    return parts
+
+
+# --- faulty records -------------------------------------------------------------------------------
+
+def warn_about_texts(record, tokenizer, name, pi_reads_c):
+    """Adds warnings about texts of a record that are valid, but may be mistakes."""
+    _, special = control_tokens(tokenizer)
+    for message in record["dialogue_history"]:
+        for stored in message, *message.get("candidates", ()):
+            text = stored.get("output") or stored.get("content") or ""
+            if special.search(text) and not stored.get("token_ids"):
+                add_warning("messages contain a control token, kept as text", name)
+    if pi_reads_c and not hidden_information(record["task"]):
+        add_warning("records without hidden information for the critic", name)
+    check_opening(record)
+
+
+def check_vocabulary(turns, vocab_size, name):
+    """Exits if one of the turns, [(pi's, pi_ref's)], has a token that the model lacks."""
+    for turn, _ in turns:
+        if ord(max(turn.prompt + turn.action)) >= vocab_size:
+            fail(f"{name} has a token id outside --model's vocabulary of {vocab_size} tokens: use "
+                 "the model that sampled it")
+
+
+def why_no_pairs(trajectories, min_gap):
+    """Returns an error message for trajectories without a pair."""
+    n_long = sum(None in t.turns() for t in trajectories)
+    needs = "both a solved and an unsolved one (--min_gap 0: two that differ in reward)"
+    if min_gap is not None:
+        needs = f"two whose rewards differ, by {min_gap} or more"
+    return (f"no pairs in {len(trajectories)} trajectories, {n_long} of them too long for "
+            f"--max_length or --model: no task has {needs}; sample more episodes per task with "
+            "collect.py -k, or collect on easier or harder tasks")
 
 
 # --- loading and sharding -------------------------------------------------------------------------
-
-CONFIGS = "config.json", "generation_config.json"
-MODEL_FILES = ["*.json", "*.jinja", "*.model", "*.txt", "additional_chat_templates/*.jinja"]
-
-
-def read_json(path):
-    """Returns the object in a JSON file, {} if there is no such file."""
-    with fail_on_error(f"{path} can't be read"):
-        return json.loads(Path(path).read_bytes()) if os.path.exists(path) else {}
-
-
-def eos_ids(path):
-    """Returns the list of EOS ids in a config.json or generation_config.json."""
-    eos = read_json(path).get("eos_token_id")
-    if eos is None:
-        return []
-    return eos if isinstance(eos, list) else [eos]
-
-
-def find_model(path, weights=False):
-    """Returns (folder, tokenizer, config) of a Hugging Face folder or hub name, or fails.
-
-    Weights are required, and downloaded from the hub, only if `weights` is true.
-    """
-    try:
-        if not os.path.isdir(path):
-            from huggingface_hub import snapshot_download
-            wanted = [*MODEL_FILES, "*.safetensors"] if weights else MODEL_FILES
-            path = snapshot_download(path, allow_patterns=wanted)
-        rows = rows_of(path)
-        if rows and "finished" not in rows[-1]:
-            raise ValueError("it is an unfinished run; repeat its command to resume it")
-        files = {*os.listdir(path)} - {"adapter_model.safetensors"}
-        check_files(path)
-        has_weights = any(name.endswith(".safetensors") for name in files)
-        if "adapter_config.json" in files and not has_weights:
-            raise ValueError("it is an adapter; merge it into its base model (merge_and_unload)")
-        config = AutoConfig.from_pretrained(path, trust_remote_code=False)
-        tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=False)
-    except Exception as e:  # transformers raises any error for a file that it can't parse
-        if is_out_of_memory(e):
-            raise
-        name = "" if isinstance(e, (OSError, ValueError)) else f"{type(e).__name__}: "
-        fail(f"no model at {path!r}: {name}{(str(e) or repr(e)).splitlines()[0]}")
-    if weights and not has_weights:
-        fail(f"no weights at {path!r}: only safetensors files are supported")
-    if weights and getattr(config, "quantization_config", None):
-        fail(f"{path!r} has quantized weights, which are not supported: use the original model")
-    if weights:
-        check_index(path)
-    if not tokenizer.chat_template:
-        fail(f"the tokenizer of {path!r} has no chat template: use the instruction-tuned model")
-    return path, tokenizer, config
-
-
-def check_files(folder):
-    """Fails if a model's file is a pointer of Git LFS, or weights are damaged or incomplete."""
-    for path in chain(*map(Path(folder).glob, [*MODEL_FILES, "*.safetensors"])):
-        with open(path, "rb") as f:
-            refuse_pointer(f.read(100), path)
-        if path.suffix == ".safetensors":
-            with fail_on_error(f"{path} is damaged, or its download is incomplete", parses=True):
-                with safe_open(path, "pt"):  # reads the header, and compares the file's size
-                    pass
-
-
-@functools.cache  # a trainer asks twice for its --model
-def check_index(folder):
-    """Exits if a folder has model.safetensors and, by its index, shards with other weights.
-
-    transformers loads the former, so a stale one would be used instead of the shards.
-    """
-    single = os.path.join(folder, "model.safetensors")
-    files = read_json(single + ".index.json").get("weight_map", {})  # {name of a weight: its shard}
-    if not files or not os.path.exists(single):
-        return
-    with fail_on_error(f"{folder!r} has model.safetensors and an index of other weights, one of "
-                       "which is stale: remove it"), safe_open(single, "pt") as weights:
-        if different := sorted(files.keys() ^ {*weights.keys()}):
-            raise ValueError(f"only one of them has {different[0]}")
-        for name, file in files.items():
-            with safe_open(os.path.join(folder, file), "pt") as shard:
-                if not torch.equal(weights.get_tensor(name), shard.get_tensor(name)):
-                    raise ValueError(f"{name} differs")
-
-
-@functools.cache  # a trainer asks twice for its --model
-def weights_digest(folder):
-    """Returns a short hash of every byte of the safetensors files in a folder; None without any."""
-    def file_hash(name):
-        with open(os.path.join(folder, name), "rb") as f:
-            return name, hashlib.file_digest(f, "sha256").digest()
-
-    with fail_on_error(f"the weights in {folder} can't be read"), ThreadPoolExecutor() as pool:
-        files = sorted(glob.glob("*.safetensors", root_dir=folder))
-        return digest([*pool.map(file_hash, files)]) if files else None
-
-
-def base_digest(path):
-    """Returns weights_digest of --model, which is a folder or hub name."""
-    return weights_digest(find_model(path, weights=True)[0])
-
-
-def pick_dtype(name, device):
-    """Returns the torch.dtype of --dtype; auto is bf16 on a GPU and fp32 on a CPU."""
-    if name == "auto":
-        name = "bf16" if device.type == "cuda" else "fp32"
-    return {"bf16": torch.bfloat16, "fp32": torch.float32}.get(name, name)
-
-
-def model_facts(args, device):
-    """Returns the facts about --model that the first row of metrics.jsonl has."""
-    return {"dtype": str(pick_dtype(args.dtype, device)), "model_weights": base_digest(args.model)}
-
 
 def load(path, device="cpu", dtype="fp32", args=None, train=False):
     """Returns (TreeLM, tokenizer) of a folder or hub name, after checking its log-probs.
@@ -848,36 +743,91 @@ def load_lm(path, device, dtype="fp32"):
     return model.lm, tokenizer
 
 
-def finished_flags(folder, model=None):
-    """Returns the flags that a finished critic was trained with; flags.model is pi_ref's path."""
-    with fail_on_error(f"{folder or repr(folder)} is not a finished run of train_critic.py",
-                       parses=True):
-        rows = rows_of(folder)
-        if not rows:
-            raise ValueError("it has no metrics.jsonl of a run")
-        start = [row for row in rows if "args" in row][-1]
-        flags = SimpleNamespace(**start["args"])
-        if not hasattr(flags, "ref_context"):
-            raise ValueError("it is a run of train_policy.py")
-        if "finished" not in rows[-1]:
-            raise ValueError("it was interrupted; repeat its command to resume it")
-    if not model:  # look up pi_ref relative to the critic's folder, as both may have moved
-        old_model, old_out = (os.path.join(start["cwd"], path) for path in (flags.model, flags.out))
-        moved = os.path.join(folder, os.path.relpath(old_model, old_out))
-        model = moved if os.path.isdir(moved) else flags.model
-    if changed := changed_scripts(folder):
-        say(f"warning: the critic in {folder} was trained by another {changed}; to score as then, "
-            f"run its own copies (python {folder}/NAME.py)")
-    try:
-        found = base_digest(model)
-    except SystemExit as e:
-        fail(f"the pi_ref of the critic in {folder} is not there; move it back, or pass it to "
-             f"train_critic.py --score by --model ({e.code})")
-    if found != start["model_weights"]:
-        fail(f"{model} is not the pi_ref of the critic in {folder}: its weights differ. Restore "
-             "them, or run train_critic.py with the right --model")
-    flags.model = model
-    return flags
+def pick_dtype(name, device):
+    """Returns the torch.dtype of --dtype; auto is bf16 on a GPU and fp32 on a CPU."""
+    if name == "auto":
+        name = "bf16" if device.type == "cuda" else "fp32"
+    return {"bf16": torch.bfloat16, "fp32": torch.float32}[name]
+
+
+def model_facts(args, device):
+    """Returns the facts about --model that the first row of metrics.jsonl has."""
+    return {"dtype": str(pick_dtype(args.dtype, device)), "model_weights": base_digest(args.model)}
+
+
+# --- model files ----------------------------------------------------------------------------------
+
+CONFIGS = "config.json", "generation_config.json"
+MODEL_FILES = ["*.json", "*.jinja", "*.model", "*.txt", "additional_chat_templates/*.jinja"]
+
+
+def find_model(path, weights=False):
+    """Returns (folder, tokenizer, config) of a Hugging Face folder or hub name, or fails.
+
+    Weights are required, and downloaded from the hub, only if `weights` is true.
+    """
+    with fail_on_error(f"no model at {path!r}", parses=True):
+        if not os.path.isdir(path):
+            from huggingface_hub import snapshot_download
+            wanted = [*MODEL_FILES, "*.safetensors"] if weights else MODEL_FILES
+            path = snapshot_download(path, allow_patterns=wanted)
+        rows = rows_of(path)
+        if rows and "finished" not in rows[-1]:
+            raise ValueError("it is an unfinished run; repeat its command to resume it")
+        if os.path.exists(os.path.join(path, "adapter_model.safetensors")):
+            raise ValueError("it is an adapter; merge it into its base model (merge_and_unload)")
+        check_files(path)
+        config = AutoConfig.from_pretrained(path, trust_remote_code=False)
+        tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=False)
+    if not tokenizer.chat_template:
+        fail(f"the tokenizer of {path!r} has no chat template: use the instruction-tuned model")
+    if weights and not glob.glob("*.safetensors", root_dir=path):
+        fail(f"no weights at {path!r}: only safetensors files are supported")
+    if weights and getattr(config, "quantization_config", None):
+        fail(f"{path!r} has quantized weights, which are not supported: use the original model")
+    return path, tokenizer, config
+
+
+def check_files(folder):
+    """Fails if a model's file is a pointer of Git LFS, or if its weights are there twice."""
+    for path in chain(*map(Path(folder).glob, [*MODEL_FILES, "*.safetensors"])):
+        with open(path, "rb") as f:
+            refuse_pointer(f.read(100), path)
+    single = os.path.join(folder, "model.safetensors")
+    if os.path.exists(single) and os.path.exists(single + ".index.json"):
+        fail(f"{folder!r} has model.safetensors, which transformers would load, and an index of "
+             "other files: remove the one that is stale")
+
+
+@functools.cache  # a trainer asks twice for its --model
+def weights_digest(folder):
+    """Returns a short hash of every byte of the safetensors files in a folder; None without any."""
+    def file_hash(name):
+        with open(os.path.join(folder, name), "rb") as f:
+            return name, hashlib.file_digest(f, "sha256").digest()
+
+    with fail_on_error(f"the weights in {folder} can't be read"), ThreadPoolExecutor() as pool:
+        files = sorted(glob.glob("*.safetensors", root_dir=folder))
+        return digest([*pool.map(file_hash, files)]) if files else None
+
+
+def base_digest(path):
+    """Returns weights_digest of --model, which is a folder or hub name."""
+    return weights_digest(find_model(path, weights=True)[0])
+
+
+def read_json(path):
+    """Returns the object in a JSON file, {} if there is no such file."""
+    with fail_on_error(f"{path} can't be read"):
+        return json.loads(Path(path).read_bytes()) if os.path.exists(path) else {}
+
+
+def eos_ids(path):
+    """Returns the list of EOS ids in a config.json or generation_config.json."""
+    eos = read_json(path).get("eos_token_id")
+    if eos is None:
+        return []
+    return eos if isinstance(eos, list) else [eos]
 
 
 # --- proofs ---------------------------------------------------------------------------------------
@@ -886,8 +836,11 @@ def probe_turns(config):
     """Returns three turns: two with a common prompt, and one longer than the sliding window."""
     first = config.vocab_size // 2  # an id far from special tokens
     window = min(getattr(config, "sliding_window", None) or 0, 2048)
-    return [Turn(packed(first + i % 11 for i in range(length)), packed(first + i for i in action))
-            for length, action in [(8, (5, 6, 7, 8)), (8, (9, 6, 5, 4)), (window + 8, (3, 2, 1))]]
+    turns = []
+    for length, action in (8, (5, 6, 7, 8)), (8, (9, 6, 5, 4)), (window + 8, (3, 2, 1)):
+        prompt = packed(first + i % 11 for i in range(length))
+        turns.append(Turn(prompt, packed(first + i for i in action)))
+    return turns
 
 
 def own_forward_logps(model, turns, path):
@@ -976,36 +929,81 @@ def agree(logps, own_logps, dtype):
 # between CUTs by themselves, so that it becomes no control token.
 CUT = "\ud800"  # a lone surrogate, which no text contains
 # a dialogue to find what the template writes before and after a message of the assistant
-PROBE = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "\ue000"}]
+MARK = "\ue000"
+PROBE = [{"role": "user", "content": "a"}, {"role": "assistant", "content": MARK}]
 TODAY = datetime.date(2024, 7, 26)  # for templates that print the date, so that prompts stay equal
 # a macro, because transformers 5.22 turns Python functions into text; the newline is trimmed
-STRFTIME_NOW = "{%%- macro strftime_now(format) -%%}{{ format%s }}{%%- endmacro %%}\n" % "".join(
-    f"|replace('%{x}', '{TODAY.strftime('%' + x)}')"
-    for x in ("-d", "-m", "-H", "-I", "-M", "-S", "-j", *"aAbBcCdDeFGhHIjkmMpRSTuUVwWxXyYZ"))
+STRFTIME_NOW = "{%- macro strftime_now(format) -%}{{ format"
+for letter in ("-d", "-m", "-H", "-I", "-M", "-S", "-j", *"aAbBcCdDeFGhHIjkmMpRSTuUVwWxXyYZ"):
+    STRFTIME_NOW += f"|replace('%{letter}', '{TODAY.strftime('%' + letter)}')"
+STRFTIME_NOW += " }}{%- endmacro %}\n"
 
 
-def any_of(texts):
-    """Returns a regex that matches any of the texts, the longest first."""
-    longest_first = sorted(texts, key=len, reverse=True)
-    return "|".join(map(re.escape, longest_first)) or "(?!)"
+def render(tokenizer, messages, thinking=0):
+    """Returns the token ids of a dialogue as a prompt for the assistant's next message."""
+    text = template_text(tokenizer, messages, thinking, add_prompt=True)
+    return [*map(ord, text_ids(tokenizer, text))]
 
 
-@functools.cache
-def control_tokens(tokenizer):
-    """Returns two regexes: one matches any control token, one the special tokens among them."""
-    template, added = tokenizer.get_chat_template(), tokenizer.added_tokens_decoder.values()
-    special = [token.content for token in added if token.special]
-    others = [token.content for token in added  # those of the template, such as Qwen3's <think>
-              if not token.special and token.content.strip() and token.content in template]
-    return re.compile(any_of(special + others)), re.compile(any_of(special))
+def action_ids(tokenizer, action, history, thinking=0):
+    """Returns (packed ids of the action, number of tokens to drop from the end of the prompt).
+
+    The `token_ids` of a sampled message follow the whole prompt. For other messages, prompt and
+    action together are the template's text of the dialogue, up to the end of the message. This text
+    does not begin with the prompt if the generation prompt ends in "<think>", which templates omit
+    from the messages of a dialogue. A stored `output` follows the whole prompt even then; for a
+    stored `content`, the end of the prompt from which on the two texts differ is dropped:
+
+        prompt <|assistant|><think>    full <|assistant|>which rate?<|end|>    dropped: 1
+    """
+    if action.get("token_ids"):
+        check_token_ids(tokenizer, action)
+        return packed(action["token_ids"]), 0
+    prompt = template_text(tokenizer, history, thinking, add_prompt=True)
+    full = stored_text(tokenizer, action, history, thinking, prompt)
+    prompt_ids, full_ids = text_ids(tokenizer, prompt), text_ids(tokenizer, full)
+    if full.startswith(prompt) and not full_ids.startswith(prompt_ids):
+        # a token would span prompt and action: separate them
+        return text_ids(tokenizer, full[len(prompt):]), 0
+    common = common_prefix(prompt_ids, full_ids)  # usually the whole prompt
+    return full_ids[common:], len(prompt_ids) - common
 
 
-def as_plain(tokenizer, message):
-    """Returns a message's content, with CUTs inside any control token that the text contains."""
-    control, special = control_tokens(tokenizer)
-    stored = message["role"] == "assistant" and not message.get("token_ids")
-    to_cut = special if stored else control  # a template parses <think> in stored messages
-    return to_cut.sub(lambda m: CUT + m[0][0] + CUT + m[0][1:] + CUT, message["content"])
+def stored_text(tokenizer, action, history, thinking, prompt):
+    """Returns the text of a dialogue up to the end of a stored message; see action_ids."""
+    message = {"role": "assistant", "content": action.get("output") or action.get("content") or ""}
+    plain = as_plain(tokenizer, message)
+    full = template_text(tokenizer, [*history, message], thinking, add_prompt=False)
+    before = prompt  # the text before the message
+    if not full.startswith(prompt) or plain.strip() not in full[len(prompt):]:
+        start = max(0, common_prefix(prompt, full) - 20)
+        excerpts = [text[start:start + 60].replace(CUT, "") for text in (prompt, full)]
+        add_warning("stored messages do not follow the prompt verbatim in this --model's chat "
+                    'template; try "meta": {"thinking": 1}, or a template without <think>',
+                    "the prompt has {!r}, the dialogue {!r}".format(*excerpts))
+        if action.get("output"):
+            full = prompt + plain
+        else:
+            before = template_text(tokenizer, history, thinking, add_prompt=False)
+            if not full.startswith(before):
+                raise ValueError("it changes the history from {!r} to {!r}".format(*excerpts))
+    text, end = full[len(before):], end_of_message(tokenizer)
+    if end in text:
+        text = text.rpartition(end)[0]
+    return before + text + end
+
+
+def check_token_ids(tokenizer, action):
+    """Exits if a sampled message's token_ids are not of this tokenizer."""
+    ids = action["token_ids"]
+    matches = max(ids) < len(tokenizer)
+    if matches and "logprobs" in action and "output" in action:  # candidates have no `logprobs`
+        texts = tokenizer.decode(ids, skip_special_tokens=True), action["output"]
+        short, long = sorted((text.strip().rstrip("\ufffd") for text in texts), key=len)
+        matches = long.startswith(short)
+    if not matches:
+        fail("token_ids in the records are not of this --model's tokenizer: "
+             "use the model that sampled them")
 
 
 def template_text(tokenizer, messages, thinking, add_prompt):
@@ -1047,6 +1045,41 @@ def check_roles(tokenizer, roles, thinking, add_prompt):
                              f"role is {message['role']}; use another template, or no such message")
 
 
+def as_plain(tokenizer, message):
+    """Returns a message's content, with CUTs inside any control token that the text contains."""
+    control, special = control_tokens(tokenizer)
+    stored = message["role"] == "assistant" and not message.get("token_ids")
+    to_cut = special if stored else control  # a template parses <think> in stored messages
+    return to_cut.sub(lambda m: CUT + m[0][0] + CUT + m[0][1:] + CUT, message["content"])
+
+
+@functools.cache
+def control_tokens(tokenizer):
+    """Returns two regexes: one matches any control token, one the special tokens among them."""
+    template, added = tokenizer.get_chat_template(), tokenizer.added_tokens_decoder.values()
+    special = [token.content for token in added if token.special]
+    others = [token.content for token in added  # those of the template, such as Qwen3's <think>
+              if not token.special and token.content.strip() and token.content in template]
+    return re.compile(any_of(special + others)), re.compile(any_of(special))
+
+
+def any_of(texts):
+    """Returns a regex that matches any of the texts, the longest first."""
+    longest_first = sorted(texts, key=len, reverse=True)
+    return "|".join(map(re.escape, longest_first)) or "(?!)"
+
+
+def text_ids(tokenizer, text):
+    """Returns the packed ids of a template_text; without CUTs they are those of the whole text."""
+    return "".join(part_ids(tokenizer, part) for part in cut_pattern(tokenizer).split(text))
+
+
+@functools.lru_cache(8192)
+def part_ids(tokenizer, text):
+    """Returns the packed ids of a part of a text; cached, since later prompts repeat the parts."""
+    return packed(tokenizer(text, add_special_tokens=False)["input_ids"])
+
+
 @functools.cache
 def cut_pattern(tokenizer):
     """Returns a regex that splits a text at CUTs and before special tokens, for part_ids' cache.
@@ -1061,29 +1094,14 @@ def cut_pattern(tokenizer):
     return re.compile(f"{CUT}|(?={any_of(safe)})")
 
 
-@functools.lru_cache(8192)
-def part_ids(tokenizer, text):
-    """Returns the packed ids of a part of a text; cached, since later prompts repeat the parts."""
-    return packed(tokenizer(text, add_special_tokens=False)["input_ids"])
-
-
-def text_ids(tokenizer, text):
-    """Returns the packed ids of a template_text; without CUTs they are those of the whole text."""
-    return "".join(part_ids(tokenizer, part) for part in cut_pattern(tokenizer).split(text))
-
-
-def render(tokenizer, messages, thinking=0):
-    """Returns the token ids of a dialogue as a prompt for the assistant's next message."""
-    text = template_text(tokenizer, messages, thinking, add_prompt=True)
-    return [*map(ord, text_ids(tokenizer, text))]
-
-
 @functools.cache
 def end_of_message(tokenizer):
     """Returns the end of an assistant's message: template text up to a control token, else EOS."""
-    after = template_text(tokenizer, PROBE, 0, False).rpartition("\ue000")[2]
-    if control := control_tokens(tokenizer)[0].search(after):
-        return after[:control.end()]
+    text = template_text(tokenizer, PROBE, thinking=0, add_prompt=False)
+    after = text.rpartition(MARK)[2]
+    control, _ = control_tokens(tokenizer)
+    if found := control.search(after):
+        return after[:found.end()]
     if not tokenizer.eos_token:
         fail("the chat template does not end messages with a token: set the tokenizer's eos_token")
     add_warning("chat template ends messages without a token", f"{tokenizer.eos_token} is used")
@@ -1095,8 +1113,10 @@ def think_prefix(tokenizer, thinking=0):
 
     Fails if the template writes a header before an assistant's message but no prompt.
     """
-    bare, prompt = (template_text(tokenizer, PROBE[:1], thinking, add) for add in (False, True))
-    header = template_text(tokenizer, PROBE, 0, False).removeprefix(prompt).partition("\ue000")[0]
+    bare = template_text(tokenizer, PROBE[:1], thinking, add_prompt=False)
+    prompt = template_text(tokenizer, PROBE[:1], thinking, add_prompt=True)
+    text = template_text(tokenizer, PROBE, thinking=0, add_prompt=False)
+    header = text.removeprefix(prompt).partition(MARK)[0]
     if prompt == bare and header.strip():
         fail(f"this --model's chat template has no generation prompt: add {header!r}")
     opened = "<think>" in prompt.removeprefix(bare).rpartition("</think>")[2]
@@ -1109,72 +1129,6 @@ def stop_ids(tokenizer, folder):
     for name in CONFIGS:
         ids.update(eos_ids(os.path.join(folder, name)))
     return {i for i in ids if i is not None and 0 <= i < len(tokenizer)}
-
-
-def action_ids(tokenizer, action, history, thinking=0):
-    """Returns (packed ids of the action, number of tokens to drop from the end of the prompt).
-
-    The `token_ids` of a sampled message follow the whole prompt. For other messages, prompt and
-    action together are the template's text of the dialogue, up to the end of the message. This text
-    does not begin with the prompt if the generation prompt ends in "<think>", which templates omit
-    from the messages of a dialogue. A stored `output` follows the whole prompt even then; for a
-    stored `content`, the end of the prompt from which on the two texts differ is dropped:
-
-        prompt <|assistant|><think>    full <|assistant|>which rate?<|end|>    dropped: 1
-    """
-    if action.get("token_ids"):
-        check_token_ids(tokenizer, action)
-        return packed(action["token_ids"]), 0
-    prompt = template_text(tokenizer, history, thinking, add_prompt=True)
-    full = stored_text(tokenizer, action, history, thinking, prompt)
-    prompt_ids, full_ids = text_ids(tokenizer, prompt), text_ids(tokenizer, full)
-    if not full.startswith(prompt):  # both continue their common prefix
-        common = common_prefix(prompt_ids, full_ids)
-        return full_ids[common:], len(prompt_ids) - common
-    if full_ids.startswith(prompt_ids):
-        return full_ids.removeprefix(prompt_ids), 0
-    # a token would span prompt and action: separate them
-    return text_ids(tokenizer, full[len(prompt):]), 0
-
-
-def check_token_ids(tokenizer, action):
-    """Exits if a sampled message's token_ids are not of this tokenizer."""
-    ids = action["token_ids"]
-    matches = max(ids) < len(tokenizer)
-    if matches and "logprobs" in action and "output" in action:  # candidates have no `logprobs`
-        texts = tokenizer.decode(ids, skip_special_tokens=True), action["output"]
-        short, long = sorted((text.strip().rstrip("\ufffd") for text in texts), key=len)
-        matches = long.startswith(short)
-    if not matches:
-        fail("token_ids in the records are not of this --model's tokenizer: "
-             "use the model that sampled them")
-
-
-def stored_text(tokenizer, action, history, thinking, prompt):
-    """Returns the text of a dialogue up to the end of a stored message; see action_ids."""
-    text = action.get("output") or action.get("content") or ""
-    message = {"role": "assistant", "content": text}
-    if control := control_tokens(tokenizer)[1].search(text):
-        add_warning("messages contain a control token, kept as text", f"{control[0]!r}")
-    full = template_text(tokenizer, [*history, message], thinking, add_prompt=False)
-    before_action, plain = prompt, as_plain(tokenizer, message)
-    if not full.startswith(prompt) or plain.strip() not in full[len(prompt):]:
-        split = common_prefix(prompt, full)
-        excerpts = [x[max(0, split - 20):split + 40].replace(CUT, "") for x in (prompt, full)]
-        add_warning("stored messages do not follow the prompt verbatim in this --model's chat "
-                    'template; try "meta": {"thinking": 1}, or a template without <think>',
-                    "the prompt has {!r}, the dialogue {!r}".format(*excerpts))
-        if action.get("output"):
-            full = prompt + plain
-        else:
-            before_action = template_text(tokenizer, history, thinking, add_prompt=False)
-            if not full.startswith(before_action):
-                raise ValueError("it changes the history from {!r} to {!r}".format(*excerpts))
-    end = end_of_message(tokenizer)
-    index = full.rfind(end, len(before_action))
-    if index >= 0:
-        full = full[:index]
-    return full + end
 
 
 # --- saving ---------------------------------------------------------------------------------------
@@ -1201,48 +1155,43 @@ def save(model, tokenizer, out):
             shutil.copymode(config, path)
         for path in chain(*map(base.glob, MODEL_FILES)):
             if not path.name.endswith((".index.json", "adapter_config.json")):
-                copy = out / path.relative_to(base)
+                copy = Path(out, path.relative_to(base))
                 copy.parent.mkdir(exist_ok=True)
                 shutil.copyfile(path, copy)
-        dtypes = {"dtype", "torch_dtype"} & read_json(config).keys()  # the name varies by version
+        names = {"dtype", "torch_dtype"} & read_json(config).keys()  # it varies by version
+        dtype = str(model.dtype).removeprefix("torch.")
+        set_in_json(config, dict.fromkeys(names or {"torch_dtype"}, dtype))
         eos = eos_ids(generation_config)
         eos += sorted(stop_ids(tokenizer, base) - {*eos})
-        changes = {config: dict.fromkeys(dtypes or {"torch_dtype"},
-                                         str(model.dtype).removeprefix("torch.")),
-                   generation_config: {"eos_token_id": eos if len(eos) > 1 else eos[0]}}
-        for path, values in changes.items():
-            old = read_json(path)
-            if old != {**old, **values}:  # else the file stays as it is
-                path.write_text(json.dumps({**old, **values}, indent=2) + "\n")
+        set_in_json(generation_config, {"eos_token_id": eos if len(eos) > 1 else eos[0]})
     if model.dtype.itemsize == 2:
-        print_changed_share(out, base)
+        print_changed_share(weights, base)
 
 
-def print_changed_share(out, base):
-    """Prints which share of the weights in the folder `out` differs from those in `base`.
+def print_changed_share(weights, base):
+    """Prints which share of the weights, {name: tensor}, differs from those in the base's files.
 
     Training keeps fp32 weights, and rounding to 16 bits undoes changes that are too small.
     """
     changed = total = 0
-    with contextlib.ExitStack() as stack:
-        new, old = open_weights(out, stack), open_weights(base, stack)
-        for name in new.keys() & old.keys():
-            saved, before = new[name].get_tensor(name), old[name].get_tensor(name)
-            if saved.shape == before.shape:
-                changed += (saved != before.to(saved.dtype)).sum().item()
-                total += saved.numel()
+    for path in base.glob("*.safetensors"):
+        with safe_open(path, "pt") as file:
+            for name in file.keys() & weights.keys():
+                old, new = file.get_tensor(name), weights[name]
+                if old.shape == new.shape:  # some families are stored in another form
+                    changed += (new != old.to(new.dtype)).sum().item()
+                    total += new.numel()
     if total:
-        say(f"{100 * changed / total:.2f} % of the weights in {out} differ from the base's; the "
-            "others' changes, if any, were too small for 16 bits")
+        say(f"{100 * changed / total:.2f} % of the weights differ from the base's; the others' "
+            "changes, if any, were too small for 16 bits")
 
 
-def open_weights(folder, stack):
-    """Returns {name of a weight: its file, which is open until the ExitStack ends} of a folder."""
-    files = {}
-    for path in Path(folder).glob("*.safetensors"):
-        file = stack.enter_context(safe_open(path, "pt"))
-        files |= dict.fromkeys(file.keys(), file)
-    return files
+def set_in_json(path, values):
+    """Sets values in a JSON file; one that has them already stays as it is, to the byte."""
+    old = read_json(path)
+    new = {**old, **values}
+    if new != old:
+        path.write_text(json.dumps(new, indent=2) + "\n")
 
 
 # --- checkpoints ----------------------------------------------------------------------------------
@@ -1293,28 +1242,18 @@ CARD = """\
 - base: {base}
 - command: `{command}`
 - code: {version}
-- pairs_hash: {pairs_hash}
 - last metrics: `{metrics}`
 """
 SERVING = """
 ## Serving
 
-In training a dialogue has at most {max_turns} messages of the agent, and begins like this:
-
+The dialogues of its training: `opening` is what colbench.py's `first_message(task, max_turns)`
+writes for a task with these fields and its own `problem_description`, and the agent has at most
+`max_turns` messages.
 ```json
-{opening}
+{dialogue}
 ```
-
-colbench.py's `first_message(task, max_turns={max_turns})` writes this for a task with these fields
-and its own `problem_description`:
-
-```json
-{task}
-```
-
-`serve.j2` is the chat template as in training: any date is {date}, and thinking is {thinking}.
-To serve the model with it, run here:
-
+To serve the model with the prompts of training, in which any date is {date}:
 ```bash
 vllm serve . --generation-config vllm --chat-template serve.j2
 ```
@@ -1327,20 +1266,18 @@ def write_card(out, tokenizer):
         return
     rows = rows_of(out)
     start = [row for row in rows if "args" in row][-1]
+    last = [row for row in rows if "step" in row][-1]
     base = start["args"]["model"]
-    card = CARD.format(
-        base=base, base_model="" if os.path.isdir(base) else f"base_model: {base}\n",
-        command=shlex.join(start["argv"]), version=start["version"],
-        pairs_hash=start["pairs_hash"], metrics=json.dumps([r for r in rows if "step" in r][-1]))
+    base_model = "" if os.path.isdir(base) else f"base_model: {base}\n"
+    card = CARD.format(base_model=base_model, base=base, command=shlex.join(start["argv"]),
+                       version=start["version"], metrics=json.dumps(last))
     dialogue = start.get("dialogue")  # of a policy
     if dialogue:
-        card += SERVING.format(
-            max_turns=dialogue["max_turns"], opening=json.dumps(dialogue["opening"]),
-            task=json.dumps(dialogue["task"]), date=f"{TODAY:%d %b %Y}",
-            thinking="on" if dialogue["thinking"] else "off")
+        card += SERVING.format(dialogue=json.dumps(dialogue, indent=1), date=f"{TODAY:%d %b %Y}")
         # what a template may take from its caller, the date and thinking, is fixed to training's
-        template = (f"{{%- set enable_thinking = {'true' if dialogue['thinking'] else 'false'} "
-                    f"-%}}\n{STRFTIME_NOW}{tokenizer.get_chat_template()}")
+        thinking = "true" if dialogue["thinking"] else "false"
+        template = (f"{{%- set enable_thinking = {thinking} -%}}\n"
+                    f"{STRFTIME_NOW}{tokenizer.get_chat_template()}")
         with writing(os.path.join(out, "serve.j2")) as part:
             Path(part).write_text(template, encoding="utf-8")
     path = os.path.join(out, "README.md")  # which a model hub shows
@@ -1352,18 +1289,15 @@ def write_card(out, tokenizer):
 def example_dialogue(trajectories):
     """Returns what a program must know to talk with an agent trained on these trajectories."""
     first = min(trajectories, key=Trajectory.sort_key).record
-    task, opening = first["task"], []  # opening: the messages before the agent's first
-    for message in first["dialogue_history"]:
-        if message["role"] == "assistant":
-            break
-        opening.append({"role": message["role"], "content": message["content"]})
+    task = first["task"]
+    history, _ = next(turn_actions(first))
     # a demonstration may show the agent what only the critic will see
     shown = HIDDEN.format(hidden=hidden_information(task))
-    opening[0]["content"] = opening[0]["content"].removeprefix(shown)
+    opening = [{"role": m["role"], "content": m["content"].removeprefix(shown)} for m in history]
     fields = {"kind": task_kind(task)}
     if "agent_prompt" in task:
         fields["agent_prompt"] = task["agent_prompt"]
     # collect.py's --max_turns; else the most that there are
-    turns = [t.record.get("meta", {}).get("max_turns", len(t.actions)) for t in trajectories]
-    return {"opening": opening, "max_turns": max(turns), "task": fields,
+    n_turns = [t.record.get("meta", {}).get("max_turns", len(t.actions)) for t in trajectories]
+    return {"opening": opening, "max_turns": max(n_turns), "task": fields,
             "thinking": first.get("meta", {}).get("thinking", 0)}

@@ -23,11 +23,14 @@ metrics instead); and a Trainer class: each script has a loop that you can chang
     python train_critic.py --untrained 1 --model runs/base < in.jsonl > scored.jsonl
 """
 # Parse flags before importing torch, so that --help and flag errors are instant.
-from utils import (RANK, Log, RunDirectory, fail, flag, init_distributed, kept_and_shared, lr_at,
-                   machine_flags, open_stdout, parser, rows_of, run, say)
+from utils import (RANK, Log, RunDirectory, changed_scripts, fail, fail_on_error, flag,
+                   init_distributed, kept_and_shared, lr_at, machine_flags, open_stdout, parser,
+                   rows_of, run, say)
 
 import gc
+import os
 from itertools import chain
+from types import SimpleNamespace
 
 
 def get_args(argv=None):
@@ -73,7 +76,7 @@ if __name__ == "__main__":
 import torch
 import torch.nn.functional as F
 
-from model import (action_logps, all_batches, finished_flags, hold_out, load, load_checkpoint,
+from model import (action_logps, all_batches, base_digest, hold_out, load, load_checkpoint,
                    mean_loss, model_facts, read_trajectories, reference_logps, save,
                    save_checkpoint, score, trajectory_pairs, turns_in, update, why_no_pairs,
                    write_card)
@@ -238,6 +241,50 @@ def prepare(args):
     train_tasks, held_tasks = hold_out(pairs_of, args.held_out, args.seed)
     held_out = [pair for task in held_tasks for pair in pairs_of[task]]
     return trajectories, (ref_turn_of, {task: pairs_of[task] for task in train_tasks}, held_out)
+
+
+# --- a finished critic ----------------------------------------------------------------------------
+
+def finished_flags(folder, model=None):
+    """Returns the flags of a finished critic's training; their `model` is the path of its pi_ref.
+
+    model: where pi_ref is, if it is neither where it was nor moved together with the critic.
+    """
+    with fail_on_error(f"{folder or repr(folder)} is not a finished run of train_critic.py",
+                       parses=True):
+        rows = rows_of(folder)
+        if not rows:
+            raise ValueError("it has no metrics.jsonl of a run")
+        start = [row for row in rows if "args" in row][-1]
+        flags = SimpleNamespace(**start["args"])
+        if not hasattr(flags, "ref_context"):
+            raise ValueError("it is a run of train_policy.py")
+        if "finished" not in rows[-1]:
+            raise ValueError("it was interrupted; repeat its command to resume it")
+    if changed := changed_scripts(folder):
+        say(f"warning: the critic in {folder} was trained by another {changed}; to score as then, "
+            f"run its own copies (python {folder}/NAME.py)")
+    flags.model = model or path_of_pi_ref(folder, start)
+    try:
+        found = base_digest(flags.model)
+    except SystemExit as e:
+        fail(f"the pi_ref of the critic in {folder} is not there; move it back, or pass it to "
+             f"train_critic.py --score by --model ({e.code})")
+    if found != start["model_weights"]:
+        fail(f"{flags.model} is not the pi_ref of the critic in {folder}: its weights differ. "
+             "Restore them, or run train_critic.py with the right --model")
+    return flags
+
+
+def path_of_pi_ref(folder, start):
+    """Returns where a critic's pi_ref is, relative to its folder, as both may have moved.
+
+    start: the row of metrics.jsonl with the flags of the training.
+    """
+    model, out = start["args"]["model"], start["args"]["out"]
+    old_model, old_out = os.path.join(start["cwd"], model), os.path.join(start["cwd"], out)
+    moved = os.path.join(folder, os.path.relpath(old_model, old_out))
+    return moved if os.path.isdir(moved) else model
 
 
 if __name__ == "__main__":

@@ -129,7 +129,8 @@ def main(args):
                     **model_facts(args, device))
     summary = {"summary": "train_policy", "out": args.out, "steps": len(batches)}
     if directory.finished:
-        return emit(summary)
+        emit(summary)
+        return
 
     model, tokenizer = load(args.model, device, args.dtype, args, train=True)
     ref_logps = {}
@@ -254,18 +255,13 @@ def why_no_groups(args, trajectories):
     """Returns an error message for records of which make_groups makes no pair."""
     if args.loss == "mtdpo":
         return why_no_pairs(trajectories, args.min_gap)
-    candidates = [c for t in trajectories for _, *actions in t.actions for c in actions]
-    if args.loss == "rft" and by_task(trajectories):
-        why = "no trajectory is solved (--all 1 trains on all of them)"
-    elif args.loss == "rft" or candidates and not any(c.turn for c in candidates):
-        why = "all are too long for --max_length or --model"
-    elif not candidates:
-        why = "there are no candidates (collect.py --candidates 16; --loss mtdpo needs none)"
-    elif not any("advantage" in c.fields for c in candidates):
-        why = "no candidate has an advantage, as train_critic.py adds it"
-    else:
-        why = "no turn has two candidates of different scores, the better one complete"
-    return f"nothing to train on in {len(trajectories)} records: {why}"
+    turns = [action.turn for t in trajectories for message in t.actions for action in message]
+    why = "no trajectory is solved (--all 1 trains on all of them)"
+    if args.loss == "dpo":
+        why = ("no turn has two candidates (collect.py --candidates 16) of different advantages "
+               "(train_critic.py), the better one complete; --loss mtdpo needs no candidates")
+    return (f"nothing to train on in {len(trajectories)} records, {turns.count(None)} of whose "
+            f"{len(turns)} turns are too long for --max_length or --model: {why}")
 
 
 if __name__ == "__main__":

@@ -284,8 +284,9 @@ def test_what_the_critic_and_its_reference_read():
         prompts = [f"<|im_start|>user\n{c}write f(x): the price<|im_end|>\n<|im_start|>assistant\n"
                    + opened for c in ("", "Hidden reference:\nc\n\n")]
         for pi, ref in (0, 1), (1, 0), (1, 1), (0, 0):
-            [turns] = M.critic_turns(tokenizer, {"task": {"ground_truth": "c"}}, history, [action],
-                                     pi_reads_c=pi, ref_reads_c=ref)
+            record = {"task": {"ground_truth": "c"}}
+            [turns] = M.pi_and_ref_turns(tokenizer, record, history, [action],
+                                         pi_reads_c=pi, ref_reads_c=ref)
             read = [[tokenizer.decode([*map(ord, part)]) for part in turn] for turn in turns]
             assert read == [[prompts[with_c], said + "<|im_end|>"] for with_c in (pi, ref)]
 

@@ -205,7 +205,7 @@ def test_the_edit_hsdp(rewarded, tiny_dir, tmp_path):
                  pytest.approx(math.log1p(math.exp(0.7))))])
 def test_the_first_loss_of_edits(edit, name, flags, ranks, loss, ranked, tiny_dir, tmp_path):
     """On a base in 16 bits."""
-    model.save(*model.load(tiny_dir, dtype=torch.bfloat16), str(tmp_path / "base"))
+    model.save(*model.load(tiny_dir, dtype="bf16"), str(tmp_path / "base"))
     first, _ = first_step(edited(edit, tmp_path), name, ranked, tmp_path / "base", *flags,
                           ranks=ranks)
     assert first["grad_norm"] > 0 and first["loss"] == loss

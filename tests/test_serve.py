@@ -72,8 +72,8 @@ def test_an_episode_served_as_the_card_says_is_that_of_collect(begin, end, tiny_
     succeed("train_policy.py", *rft, "--out", out, stdin=given)
 
     card = (out / "README.md").read_text()
-    opening, fields = (json.loads(text) for text in re.findall(r"```json\n(.*)\n```", card))
-    (turns,) = {int(n) for n in re.findall(r"max_turns=(\d+)", card)}
+    shown = json.loads(re.search(r"```json\n(.*?)\n```", card, re.DOTALL)[1])
+    opening, fields, turns = shown["opening"], shown["task"], shown["max_turns"]
     command = shlex.split(re.search(r"```bash\n(vllm serve .*)\n```", card)[1])
     assert opening == [first_message(given[0]["task"], turns)] and turns == 5
     assert "26 Jul 2024" in card

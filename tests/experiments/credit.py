@@ -19,7 +19,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 import torch  # noqa: E402
 
 from colbench import ANSWER, message_texts, read_action, read_records, task_id  # noqa: E402
-from model import Action, Trajectory, critic_turns, load, score, turn_actions  # noqa: E402
+from model import (Action, Trajectory, load, pi_and_ref_turns, score,  # noqa: E402
+                   turn_actions)
 from train_critic import get_args, print_pair_accuracy  # noqa: E402
 from utils import (fail_on_error, init_distributed, open_stdout, parser,  # noqa: E402
                    print_warnings, run, say)
@@ -34,7 +35,7 @@ def progress(args, steps):
     def turn(r, o):
         y = {"role": "assistant", "content": f"{ANSWER}\n{r['task']['ground_truth']}"}
         with fail_on_error("--model's chat template rejects the dialogue"):
-            return critic_turns(tokenizer, r, o, [y], pi_reads_c=False, ref_reads_c=False)[0][0]
+            return pi_and_ref_turns(tokenizer, r, o, [y], pi_reads_c=False, ref_reads_c=False)[0][0]
 
     pairs = [(turn(r, history), turn(r, [*history, message, *(reply or ())]))  # (before, after)
              for _, r, history, message, reply in steps]

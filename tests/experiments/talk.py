@@ -126,7 +126,7 @@ def finish(stage, record=None):
 
 def main(args, flags):
     if args.critic:
-        from model import finished_flags  # it imports torch, which takes seconds
+        from train_critic import finished_flags  # it imports torch, which takes seconds
         finished_flags(args.critic)  # fails here rather than after the first dialogue
     with fail_on_error("talk.py needs a terminal"):
         terminal = os.open("/dev/tty", os.O_RDWR)

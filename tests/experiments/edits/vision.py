@@ -78,8 +78,8 @@ def episode(pages, hidden):
 
 def critic_turns(tokenizer, record, hidden, pictures):
     """The turns by which a critic judges a record's messages."""
-    both = [M.critic_turns(tokenizer, record, history, actions, pi_reads_c=hidden,
-                           ref_reads_c=hidden, pictures=pictures)
+    both = [M.pi_and_ref_turns(tokenizer, record, history, actions, pi_reads_c=hidden,
+                               ref_reads_c=hidden, pictures=pictures)
             for history, actions in M.turn_actions(record)]
     return [turn for [(turn, _)] in both]
 
