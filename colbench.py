@@ -358,6 +358,7 @@ ACTION = {                 # a message of the agent, or a candidate for one
     "completion_tokens": int,  # their number, if a server samples them and returns only the text
     "logprobs": [float],   # of each token of a message, when it was sampled
     "logprob": float,      # of a candidate: their sum
+    "cut": bool,           # whether it was truncated, so that it has no end token
     "advantage": float}    # by the critic
 RECORD = {                 # an episode: its key is (task id, sample)
     "task": {              # its `id` may have any type; by default it is a hash of the others
@@ -379,6 +380,8 @@ RECORD = {                 # an episode: its key is (task id, sample)
     "meta": {              # how it was sampled
         "model_weights": str,
         "seed": int,
+        "thinking": int,         # see --thinking of collect.py
+        "max_turns": int,        # at most so many messages of the agent
         "candidates": {},        # how they were sampled, if later
         "asked": {...: [int]},   # {task id: samples} that a run was asked for, in its first record
         "asked_hash": str}}      # of that list, in all of the run's records
@@ -632,7 +635,8 @@ def own_words(reply):
     """Returns (what the human says in a reply, whether a name led it, whether others followed).
 
     An LLM may continue the dialogue of human_prompt instead: "You: yes. Assistant: why? You: so."
-    The first words in the human's name are then its reply. Raises ValueError if there are none.
+    The first words in the human's name are then its reply, so a list of facts whose lines begin
+    with such names is lost, too. Raises ValueError if there are none.
     """
     unnamed, *rest = SPEAKER.split(reply.strip())  # rest: name, text, name, text, ...
     names, texts = rest[::2], [text.strip() for text in rest[1::2]]

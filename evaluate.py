@@ -51,7 +51,7 @@ CONDITIONS = ("environment", "human", "human_model", "human_params", "prompts", 
 
 
 def get_args(argv=None):
-    p = parser(__doc__, "%(prog)s [flags] [FILE | NAME=FILE,FILE,... ...] >> results.jsonl")
+    p = parser(__doc__, "%(prog)s [FILE | NAME=FILE,FILE,... ...] >> results.jsonl")
     p.add_argument("files", nargs="*", default=["-"], metavar="FILE | NAME=FILE,FILE,...",
                    help="one FILE per system, or NAME=FILE,FILE to pool seeds; default stdin")
     return p.parse_args(argv)

@@ -42,7 +42,7 @@ import sys
 from array import array
 from bisect import bisect_left
 from concurrent.futures import ThreadPoolExecutor
-from itertools import accumulate, chain
+from itertools import accumulate, chain, product
 from pathlib import Path
 from typing import NamedTuple
 
@@ -226,19 +226,15 @@ def pairs_of(group, min_gap):
     at least min_gap.
     """
     rated = [(t.turns(), t.record["reward"]) for t in group]
-    better = rated
     if min_gap is None:
-        better = [(turns, reward) for turns, reward in rated if reward >= 1][:1]
-    pairs = []
-    for chosen, high in better:
-        for rejected, low in rated:
-            if min_gap is None:
-                is_pair = low < 1
-            else:
-                is_pair = high > low and high - low > min_gap - 1e-9
-            if is_pair and chosen != rejected:
-                pairs.append(Pair(chosen, rejected, gap=high - low))
-    return pairs
+        solved = [(turns, reward) for turns, reward in rated if reward >= 1]
+        unsolved = [(turns, reward) for turns, reward in rated if reward < 1]
+        compared = product(solved[:1], unsolved)
+    else:
+        compared = [(a, b) for a, b in product(rated, rated)
+                    if a[1] > b[1] and a[1] - b[1] > min_gap - 1e-9]
+    return [Pair(chosen, rejected, gap=high - low)
+            for (chosen, high), (rejected, low) in compared if chosen != rejected]
 
 
 def hold_out(tasks, share, seed):
@@ -410,11 +406,11 @@ AttentionInterface.register("tree", torch.compiler.disable(tree_attention))  # i
 def head_logps(hidden, weight, bias, targets, config):
     """Returns the log-probs of targets (N,) given hidden states (N, width), in fp32 or fp64."""
     logits = upcast(F.linear(hidden, weight, bias))  # (N, V)
-    divisor, factor, cap = (getattr(config, name, None) for name in (  # Granite, Cohere, Gemma
-        "logits_scaling", "logit_scale", "final_logit_softcapping"))
-    if divisor or factor:
-        logits = logits * (factor or 1) / (divisor or 1)
-    if cap:
+    if factor := getattr(config, "logit_scale", None):  # Cohere
+        logits = logits * factor
+    if divisor := getattr(config, "logits_scaling", None):  # Granite
+        logits = logits / divisor
+    if cap := getattr(config, "final_logit_softcapping", None):  # Gemma
         logits = cap * torch.tanh(logits / cap)
     return -F.cross_entropy(logits, targets, reduction="none")
 
@@ -932,11 +928,12 @@ CUT = "\ud800"  # a lone surrogate, which no text contains
 MARK = "\ue000"
 PROBE = [{"role": "user", "content": "a"}, {"role": "assistant", "content": MARK}]
 TODAY = datetime.date(2024, 7, 26)  # for templates that print the date, so that prompts stay equal
+DATE_CODES = ("-d", "-m", "-H", "-I", "-M", "-S", "-j", *"aAbBcCdDeFGhHIjkmMpRSTuUVwWxXyYZ")
 # a macro, because transformers 5.22 turns Python functions into text; the newline is trimmed
-STRFTIME_NOW = "{%- macro strftime_now(format) -%}{{ format"
-for letter in ("-d", "-m", "-H", "-I", "-M", "-S", "-j", *"aAbBcCdDeFGhHIjkmMpRSTuUVwWxXyYZ"):
-    STRFTIME_NOW += f"|replace('%{letter}', '{TODAY.strftime('%' + letter)}')"
-STRFTIME_NOW += " }}{%- endmacro %}\n"
+STRFTIME_NOW = "".join([
+    "{%- macro strftime_now(format) -%}{{ format",
+    *(f"|replace('%{code}', '{TODAY.strftime('%' + code)}')" for code in DATE_CODES),
+    " }}{%- endmacro %}\n"])
 
 
 def render(tokenizer, messages, thinking=0):

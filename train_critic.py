@@ -116,8 +116,7 @@ def train(args, device):
     Only rank 0 has the trajectories; the others get None.
     """
     directory = RunDirectory(args)
-    trajectories, shared = kept_and_shared(lambda: prepare(args))
-    ref_turn_of, pairs_of_task, held_out = shared
+    trajectories, (ref_turn_of, pairs_of_task, held_out) = kept_and_shared(lambda: prepare(args))
     groups = list(pairs_of_task.values())
     batches = all_batches(groups, args.batch_size, args.epochs, args.seed)
     directory.begin(groups, held_out, len(batches), tasks=list(pairs_of_task),
@@ -159,6 +158,8 @@ def score_only(args, device):
     """Loads the critic of --score or --untrained. Returns what train() returns."""
     if args.score is not None:
         trained = finished_flags(args.score, args.model if "model" in args.given else None)
+        # score as it was trained, with its ref_context and dtype and, for the pair accuracy, its
+        # beta and min_gap, except for the flags that are given now
         for name in vars(trained).keys() - {*args.given, *RunDirectory.MAY_CHANGE}:
             setattr(args, name, getattr(trained, name))
         args.model = trained.model
@@ -215,8 +216,9 @@ def print_pair_accuracy(args, trajectories, logps, ref_logps):
     say(f"pair accuracy {100 * metrics['accuracy']:.1f} % ({len(pairs)} pairs {kind}{few}, of "
         f"{len(pairs_of_task)} tasks that the critic was not trained on)")
     if metrics["accuracy"] < 2 / 3:
+        advice = "train the critic" if args.untrained else "try another critic"
         say("warning: this is below two thirds; a policy trained on these advantages may get "
-            'worse: try another critic (README, "Should I train the critic?")')
+            f'worse: {advice} (README, "Should I train the critic?")')
 
 
 # --- data -----------------------------------------------------------------------------------------

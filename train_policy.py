@@ -188,12 +188,12 @@ def make_groups(args, trajectories):
                 for (task, _), group in by_task(trajectories).items()]
     if args.loss == "mtdpo":
         return list(trajectory_pairs(trajectories, args.min_gap).items())
-    groups = []
+    groups, weights = [], base_digest(args.model)
     for t in sorted(trajectories, key=Trajectory.sort_key):
         pairs = [pair for _, *candidates in t.actions for pair in candidate_pairs(args, candidates)]
         groups.append((t.task, pairs))
         if pairs:
-            warn_of_another_model(t, base_digest(args.model))
+            warn_of_another_model(t, weights)
     print_warnings()
     if args.mix:
         n_pairs = args.mix * sum(len(pairs) for _, pairs in groups)

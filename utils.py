@@ -116,8 +116,8 @@ def flag(p, name, default, text, kind=str, least=0, most=math.inf, only=None, **
         more["metavar"] = "N"
     if not name.startswith("-"):
         name = "--" + name
-    p.add_argument(name, action=StoreGiven, type=read, default=default, help=text,
-                   **more).only = only
+    action = p.add_argument(name, action=StoreGiven, type=read, default=default, help=text, **more)
+    action.only = only  # for refuse_unused
 
 
 def machine_flags(p):
@@ -429,7 +429,7 @@ def read_jsonl(stream, name="stdin"):
             fail(f"{place}: not a JSON object")
         yield place, record
     if is_empty:
-        fail(f"{name} is empty; did the previous stage fail?")
+        fail(f"{name} is empty: did the previous stage fail, or was there nothing left to resume?")
 
 
 def without_surrogates(record):

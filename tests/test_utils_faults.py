@@ -483,7 +483,8 @@ def test_a_script_whose_stdin_is_a_terminal_says_that_it_reads_from_there(comman
         os.write(keys, b"\x04")  # Ctrl-D, for when it reads
         said = p.communicate(timeout=100)[1].splitlines()
     assert said[0].startswith("reading records from the terminal; for a file use < FILE")
-    assert said[-1] == "error: stdin is empty; did the previous stage fail?"
+    assert said[-1] == ("error: stdin is empty: did the previous stage fail, or was there "
+                        "nothing left to resume?")
     os.close(keys)
 
 
