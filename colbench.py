@@ -12,8 +12,9 @@ The sections, in order. A reader of the method needs only those with a star:
     grading                   many records at once
     backend                   functions: verdicts, what a program's text shows, fork servers
     frontend                  pages: a browser that renders them, and their likeness by CLIP
-    commands                  the kinds of tasks; grade and check
+    command line              grade and check
     the sandbox               in which answers run, in five sections
+    the kinds of tasks        where environments of your own are imported
 
 Left out on purpose: a fresh interpreter or container per answer, because sandboxed forks grade
 seven times as many answers a second as interpreters (RESULTS.md); answers that need files, threads
@@ -53,6 +54,7 @@ from hashlib import sha256
 # `colbench.py serve` is a fork server of the sandbox (the last sections), which imports little
 SERVING = __name__ == "__main__" and sys.argv[1:2] == ["serve"]
 if not SERVING:
+    import ast
     import asyncio
     import concurrent.futures
     import html
@@ -218,7 +220,7 @@ class Episode:
 class Environment:
     """A kind of task: its prompts, what counts as the answer, and how answers are graded.
 
-    Only grading needs an instance. Its `grade` is called from several threads, and then its `close`.
+    Only grading needs an instance. Its `grade` is called from several threads, then its `close`.
     """
     agent_prompt = "{problem_description}"  # {max_turns}, {ANSWER} and {OUTPUT} are filled in, too
     human_prompt = None             # for an LLM human; see human_prompt()
@@ -380,8 +382,6 @@ RECORD = {                 # an episode: its key is (task id, sample)
     "meta": {              # how it was sampled
         "model_weights": str,
         "seed": int,
-        "thinking": int,         # see --thinking of collect.py
-        "max_turns": int,        # at most so many messages of the agent
         "candidates": {},        # how they were sampled, if later
         "asked": {...: [int]},   # {task id: samples} that a run was asked for, in its first record
         "asked_hash": str}}      # of that list, in all of the run's records
@@ -622,65 +622,105 @@ def check_prompts(task, llm_human):
 # reference. A reader of the method may skip this section.
 
 RENDER_FAILED_REPLY = "i can't see your page: {}"
-AGENT_NAMES = "assistant", "agent", "ai"
-# A speaker's name at the start of a line, such as "You:", "**Assistant:**" or "### Human (you):",
-# or the agent's behind a sentence.
+# A speaker's name, such as "You: ", "**Assistant:** " or "human (colleague): ", at the start of a
+# line. Later in a line it counts only behind a sentence, and with a capital letter.
 SPEAKER = re.compile(r"""
-    (?: ^[ ]?(?:[\#>]+[ ])?[*_\[]* | (?<=[.!?])[ ]+[*_]*(?=Assistant|Agent|AI\b) )
-    (?i: (?:(?:the|ai|human|simulated)[ ])? (you|user|human|colleague|assistant|agent|ai) )
-    (?:[ ]?\([^()\n]{1,40}\))? [*_\]]*:[*_]* (?![a-z/:=])""", re.M | re.X)
+    (?: ^[ ]?(?:[\#>]+[ ])?[*_\[]* | (?<=[.!?"')])(?P<in_line>[ ]+)[*_]*(?=[A-Z]) )
+    (?i: (?:(?:the|ai|human|simulated)[ ])?
+         (?: you|user|human|colleague | (?P<agent>assistant|agent|ai) ) )
+    (?: [ ]?\([^()\n]{1,40}\) )? [*_\]]*:[*_]* (?![a-z/:=])""", re.M | re.X)
 
 
 def own_words(reply):
     """Returns (what the human says in a reply, whether a name led it, whether others followed).
 
     An LLM may continue the dialogue of human_prompt instead: "You: yes. Assistant: why? You: so."
-    The first words in the human's name are then its reply, so a list of facts whose lines begin
-    with such names is lost, too. Raises ValueError if there are none.
+    The first words in the human's name are then its reply. Raises ValueError if there are none.
     """
-    unnamed, *rest = SPEAKER.split(reply.strip())  # rest: name, text, name, text, ...
-    names, texts = rest[::2], [text.strip() for text in rest[1::2]]
-    if unnamed.strip() or not names:
-        return unnamed.strip(), False, bool(names)
-    human = [text for name, text in zip(names, texts) if name.lower() not in AGENT_NAMES]
-    for text in [*human, *texts]:  # some LLMs call themselves an assistant
-        if text:
-            return text, True, len(names) > 1
-    raise ValueError("the reply has only speakers' names")
+    reply, names = reply.strip(), []
+    for name in SPEAKER.finditer(reply):
+        starts_line = name["in_line"] is None
+        follows_agent = bool(names) and names[-1]["agent"]  # else "There are two. You: 3 points"
+        if (starts_line or name["agent"] or follows_agent) and not is_quoted(reply, name.start()):
+            names.append(name)
+    if not names:
+        return reply, False, False
+    first, *others = names
+    if first.start() > 0:
+        return reply[:first.start()].rstrip(), False, True
+    ends = [*(name.start() for name in others), len(reply)]
+    texts = [reply[name.end():end].strip() for name, end in zip(names, ends)]
+    human = [text for name, text in zip(names, texts) if text and not name["agent"]]
+    said = human or [text for text in texts if text]  # some LLMs call themselves an assistant
+    if not said:
+        raise ValueError("the reply has only speakers' names")
+    return said[0], True, bool(others)
+
+
+def is_quoted(text, position):
+    """Whether a position of a text is in a code block, or in quotes of its line."""
+    line = text[:position].split("\n")[-1]
+    return bool(text.count("`", 0, position) % 2 or line.count('"') % 2)
+
+
+def quotes_in(reply, parts):
+    """Returns {quote: its parts}: what a reply has of consecutive parts of a text, however spaced.
+
+    A quote is without whitespace, and has 12 or more characters.
+    """
+    bare, quotes = "".join(reply.split()), {}
+    for start in range(len(parts)):
+        for end in range(start + 1, len(parts) + 1):
+            quote = "".join("".join(parts[start:end]).split())
+            if quote not in bare:
+                break
+            if len(quote) >= 12:
+                quotes[quote] = parts[start:end]
+    return quotes
 
 
 def redact(reply, task):
     """Replaces what the reply quotes of the reference or the hidden information by "[...]".
 
     Quotes are of whole lines or sentences. As the human must be able to tell a fact, a reply may
-    quote one line of a task's own hidden information if there are others.
+    quote one line of a task's own hidden information, if it is not code and there are others.
     """
     for text in (hidden_information(task), task["ground_truth"]):
         parts = [part for part in re.split(r"\n|(?<=[.!?])\s+", text) if part.strip()]
         quotes = quotes_in(reply, parts)
-        is_fact = [*quotes.values()] == [1] and len(parts) > 1
+        quoted = sum(quotes.values(), [])
+        is_fact = len(quoted) == 1 and len(parts) > 1 and not is_code(quoted[0])
         if text == task["ground_truth"] or not is_fact:
             for quote in sorted(quotes, key=len, reverse=True):
                 reply = re.sub(r"\s*".join(map(re.escape, quote)), "[...]", reply)
     return reply
 
 
-def quotes_in(reply, parts):
-    """Returns {quote: how many parts it has}: what a reply has of a text, however spaced.
+# What shows that a line which Python can parse is code, and not a word or a fact such as rate = 4.
+OPERATION = re.compile(r"""
+    [<>] | [-+*/%|&=!]=                             # x < 5, x == y, x *= 2
+    | [\w)\]][(\[]                                  # f(x), x[0], unlike "Height (cm)"
+    | ^(def|if|for|while)\b | \bif\b.*\belse\b
+    | ^return\b.*([^\W\d][_.\d]|f')                 # return total_price, unlike "return the"
+    | \bis\ (not\ )?None\b
+    | ['_(].*\bin\b | \bin\b.*['_(]                 # 'a' in letters, unlike "fee in euros"
+    | [^\W\d]\w*[)\]]*\ ([-+*/%]|//|\*\*)\  | '\ %\   # x - 1, unlike "20 % off" and "24 / 7"
+    | \ ([-+*/]|//|\*\*)\ [(\[]*[^\W\d]             # 1 - x
+    | [^\W\d]\w*[)\]]*[*+]\w | \d[*+][^\W\d] | \)[-+*/]  # x*2, 2*x, (x)*2
+    | _\w*[-/] | [-/]\w*_ | (?<![\w-])[a-z][-/]([a-z]|\d+)(?![\w-])  # x-1, unlike "t-shirt"
+    """, re.X)
 
-    A quote is of consecutive parts of the text, without whitespace, and has 12 or more characters.
-    """
-    bare_reply = "".join(reply.split())
-    bare_parts = ["".join(part.split()) for part in parts]
-    quotes = {}
-    for start in range(len(parts)):
-        for end in range(start + 1, len(parts) + 1):
-            quote = "".join(bare_parts[start:end])
-            if quote not in bare_reply:
-                break
-            if len(quote) >= 12:
-                quotes[quote] = end - start
-    return quotes
+
+def is_code(line):
+    """Whether a line is Python that computes, compares, calls or controls."""
+    line = line.strip()
+    statement = f"{line} pass" if line.endswith(":") else line
+    try:
+        ast.parse(statement)
+    except (SyntaxError, ValueError):
+        return False
+    without_texts = re.sub(r"""("|').*?\1|#.*""", "''", line)
+    return bool(OPERATION.search(without_texts))
 
 
 # --- grading many records -------------------------------------------------------------------------
@@ -791,6 +831,23 @@ BANNED_WORDS = ("import os", "from os", "import sys", "from sys", "sudo", "trans
                 "quit(", "argparse")  # the released scorer gives reward 0 to answers with one
 
 
+FILES_PER_WORKER = 8  # most that a worker has open: three servers, and what one run needs
+
+
+def affordable_workers(workers):
+    """Raises the soft limit of open files to the hard one; returns how many workers that allows."""
+    hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    if hard == resource.RLIM_INFINITY:
+        return workers
+    used = len(os.listdir("/proc/self/fd")) + 16  # and some for everything else
+    affordable = max(1, (hard - used) // FILES_PER_WORKER)
+    if affordable < workers:
+        say(f"warning: {affordable} instead of {workers} workers, because at most {hard} files "
+            "may be open (see ulimit -Hn)")
+    return min(workers, affordable)
+
+
 class Grader(Closing):
     """with Grader() as grader: grader.grade(task, answer), from any thread.
 
@@ -809,10 +866,9 @@ class Grader(Closing):
     def __init__(self, rules="honest", workers=2):
         self.official = rules == "official"
         self.expected = {}  # {digest of a reference and its tests: its results}
+        workers = affordable_workers(workers)
         self.workers = [{} for _ in range(workers)]  # a worker is {row of SERVERS: ForkServer}
         self.pool = Pool(self.workers)
-        hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
-        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))  # a worker opens up to eight files
         self.results("", ["0"])  # raises GraderError here if the sandbox does not work
 
     def close(self):
@@ -1285,12 +1341,6 @@ def clip_likeness(path):
         one, other = (page["clip"] for page in pages)
         return torch.cosine_similarity(one, other, dim=0).clamp(0, 1).item()
     return likeness
-
-
-# --- the kinds of tasks ---------------------------------------------------------------------------
-
-ENVIRONMENTS = {"backend": Functions, "frontend": Pages}
-# your own environments are imported here: MANUAL.md, "Your own environment"
 
 
 # --- command line ---------------------------------------------------------------------------------
@@ -1837,9 +1887,21 @@ def serve(control, modules):
             control.sendall(b"k")
 
 
+if SERVING:
+    try:
+        control = socket.socket(fileno=0)
+    except OSError:
+        sys.exit("error: only the grader starts `serve`; the commands are grade and check")
+    serve(control, modules=sys.argv[2:])
+    sys.exit()  # the environments below are not its business
+
+
+# --- the kinds of tasks ---------------------------------------------------------------------------
+
+ENVIRONMENTS = {"backend": Functions, "frontend": Pages}
+# your own environments are imported here: MANUAL.md, "Your own environment"
+
+
 if __name__ == "__main__":
-    if SERVING:
-        serve(socket.socket(fileno=0), modules=sys.argv[2:])
-    else:
-        import colbench  # environments of your own have registered there, not in __main__
-        run(colbench.main, colbench.get_args())
+    import colbench  # environments of your own have registered there, not in __main__
+    run(colbench.main, colbench.get_args())

@@ -274,7 +274,12 @@ class EpisodeRunner:
 
     async def human_reply(self, task, history):
         """Returns the human's reply to the last message."""
-        reply = await call_user_function(self.reply, task, history)
+        try:
+            reply = await call_user_function(self.reply, task, history)
+        except Exception as e:  # counted apart, because episodes that end without asking succeed
+            self.totals["human_failed_in_a_row"] += not isinstance(e, EpisodeError)
+            raise
+        self.totals["human_failed_in_a_row"] = 0
         if not isinstance(reply, str):
             raise EpisodeError(f"the human's reply is not a string: {reply!r}")
         return reply
@@ -614,7 +619,7 @@ class Endpoint:
         name = [*served][0] if len(served) == 1 else self.body.get("model")
         if name not in served:
             fail(f"{self.url} serves {', '.join(served) or 'no model'}, not {name}; choose one by "
-                 "--model, --human_params or --agent_params")
+                 "--human_params or --agent_params, or for --engine by --model")
         self.body["model"], self.max_context = name, served[name] or math.inf
 
     async def request(self, path, parse, **body):
@@ -624,7 +629,10 @@ class Endpoint:
         """
         try:
             reply = await self.client.post(path, cast_to=object, body={**self.body, **body})
-            self.usage.update({"requests": 1, **reported_tokens(reply)})
+            tokens = reported_tokens(reply)
+            self.usage.update({"requests": 1, **tokens})
+            if not tokens:
+                self.usage["requests without reported tokens"] += 1
             result = parse(reply)
             self.has_answered = True
             return result
@@ -834,22 +842,32 @@ def load_function(file, name):
 def check_imports(file):
     """Raises ValueError if a Python file would import another module instead of its neighbour.
 
-    For example, `import utils` finds our utils.py, which is loaded already.
+    For example, `import utils` finds our utils.py, which is loaded already. The neighbours that the
+    file imports are checked, too.
     """
+    folder, files = Path(file).parent, [Path(file)]
+    for importing in files:  # it grows in the loop
+        for name in imported_names(importing):
+            for neighbour in (folder / f"{name}.py", folder / name / "__init__.py"):
+                if neighbour in files or not neighbour.exists():
+                    continue
+                found = importlib.util.find_spec(name).origin or "another folder"
+                if not os.path.exists(found) or not filecmp.cmp(found, neighbour, shallow=False):
+                    raise ValueError(f"`import {name}` in {importing} would find {found}, not "
+                                     f"{neighbour}; rename the latter")
+                if os.path.samefile(found, neighbour):  # else it is a copy of one of our scripts
+                    files.append(neighbour)
+
+
+def imported_names(file):
+    """Returns the top-level names of the modules that a Python file imports, anywhere in it."""
     names = []
-    for node in ast.walk(ast.parse(Path(file).read_bytes(), file)):
+    for node in ast.walk(ast.parse(file.read_bytes(), str(file))):
         if isinstance(node, ast.Import):
             names += [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom) and not node.level:  # not "from . import"
             names.append(node.module)
-    for name in names:
-        name = name.partition(".")[0]
-        neighbour = Path(file).parent / f"{name}.py"
-        if neighbour.exists():
-            found = importlib.util.find_spec(name).origin or "a folder"
-            if not os.path.exists(found) or not filecmp.cmp(found, neighbour, shallow=False):
-                raise ValueError(f"`import {name}` would find {found}, not {neighbour}; rename the "
-                                 "latter")
+    return [name.partition(".")[0] for name in names]
 
 
 async def call_user_function(function, *args):
@@ -876,21 +894,24 @@ def checked_message(returned):
 
 # --- --resume and the settings that it compares ---------------------------------------------------
 
-# the flags that determine episodes: of any agent, of a chat model as the agent, and of --model
-OF_ANY_AGENT = ["human_params", "max_turns", "seed"]
-OF_CHAT_MODEL = ["temperature", "top_p", "max_tokens"]
-OF_OWN_MODEL = ["model", "thinking", "engine", "dtype", "best_of", "logprob_weight",
-                "candidates_share"]
+# Flags that are no settings of the episodes: they change none, are there in another form (file,
+# n_candidates), or belong to a model that does not play.
+NO_SETTINGS = """given candidates k concurrency resume max_batch_tokens timeout retries agent human
+critic""".split()
+OF_OWN_MODEL = "model thinking engine dtype best_of logprob_weight candidates_share".split()
+OF_CHAT_MODEL = "temperature top_p max_tokens".split()
 
 
 def run_meta(args):
     """Returns what determines episodes: flags, files by their hashes, and the kinds' prompts."""
-    names = OF_ANY_AGENT
-    if not args.agent:
-        names = OF_ANY_AGENT + OF_CHAT_MODEL + OF_OWN_MODEL
-    elif is_url(args.agent):
-        names = OF_ANY_AGENT + OF_CHAT_MODEL + ["agent_params"]
-    meta = {name: getattr(args, name) for name in names}
+    left_out = [*NO_SETTINGS]
+    if args.agent:
+        left_out += OF_OWN_MODEL
+    if args.agent and not is_url(args.agent):
+        left_out += OF_CHAT_MODEL
+    if not is_url(args.agent):
+        left_out.append("agent_params")
+    meta = {name: value for name, value in vars(args).items() if name not in left_out}
     meta["agent"], meta["human"] = fingerprint(args.agent), fingerprint(args.human)
     if not args.agent:
         meta["critic"], meta["n_candidates"] = fingerprint(args.critic), args.candidates
@@ -1071,7 +1092,8 @@ class Collector:
         else:
             message = f"{what}: {type(e).__name__}: {e}"
             self.n_failed_in_a_row += 1
-        if self.n_failed_in_a_row >= MOST_FAILURES:
+        in_a_row = max(self.n_failed_in_a_row, self.runner.totals["human_failed_in_a_row"])
+        if in_a_row >= MOST_FAILURES:
             self.error = self.error or SystemExit(
                 f"error: {inline(message)}; it is the {MOST_FAILURES}th failure in a row; rerun "
                 "with --resume FILE to continue")
@@ -1085,11 +1107,17 @@ def time_left(n_left, seconds, concurrency):
     return timedelta(seconds=round(rounds * seconds))
 
 
-def print_plan(args, n_jobs):
+def print_plan(args, jobs):
     """Prints how many episodes run, and with what: loading and the first episode take minutes."""
     agent = args.agent or f"{args.model} with {args.engine or f'transformers on {DEVICE}'}"
-    say(f"running {n_jobs} episodes of {agent}: human {args.human}, at most {args.max_turns} "
-        f"turns, {min(n_jobs, args.concurrency)} at once")
+    n_dialogues = sum("dialogue_history" in record for record, _ in jobs)
+    n_episodes = len(jobs) - n_dialogues
+    if n_dialogues:
+        say(f"sampling {args.candidates} candidates per message of {n_dialogues} dialogues from "
+            f"{agent}")
+    if n_episodes:
+        say(f"running {n_episodes} episodes of {agent}: human {args.human}, at most "
+            f"{args.max_turns} turns, {min(n_episodes, args.concurrency)} at once")
 
 
 def print_summary(args, runner, n_written, n_done):
@@ -1117,7 +1145,7 @@ def main(args):
     jobs = [(record, n) for record, n in asked_jobs if (record["task"]["id"], n) not in done]
     collector = Collector(runner, jobs, asked_fields(asked_jobs), emit)
     if jobs:
-        print_plan(args, len(jobs))
+        print_plan(args, jobs)
         asyncio.run(collector.run())
     print_warnings()
     print_summary(args, runner, collector.n_written, len(done))

@@ -770,7 +770,9 @@ def find_model(path, weights=False):
         rows = rows_of(path)
         if rows and "finished" not in rows[-1]:
             raise ValueError("it is an unfinished run; repeat its command to resume it")
-        if os.path.exists(os.path.join(path, "adapter_model.safetensors")):
+        files = {*os.listdir(path)} - {"adapter_model.safetensors"}
+        has_weights = any(name.endswith(".safetensors") for name in files)
+        if "adapter_config.json" in files and not has_weights:
             raise ValueError("it is an adapter; merge it into its base model (merge_and_unload)")
         check_files(path)
         config = AutoConfig.from_pretrained(path, trust_remote_code=False)
@@ -790,7 +792,8 @@ def check_files(folder):
         with open(path, "rb") as f:
             refuse_pointer(f.read(100), path)
     single = os.path.join(folder, "model.safetensors")
-    if os.path.exists(single) and os.path.exists(single + ".index.json"):
+    indexed = read_json(single + ".index.json").get("weight_map", {}).values()
+    if os.path.exists(single) and {*indexed} - {"model.safetensors"}:
         fail(f"{folder!r} has model.safetensors, which transformers would load, and an index of "
              "other files: remove the one that is stale")
 

@@ -654,9 +654,12 @@ def fail_if_out_of_memory(args):
     try:
         yield
     except Exception as e:
+        if WORLD > 1 and "closed by peer" in str(e):  # gloo's words
+            fail("another rank has ended: see its error")
         if not is_out_of_memory(e):
             raise
-        advice = [text for name, text in MEMORY_ADVICE.items() if hasattr(args, name)]
+        advice = [text for name, text in MEMORY_ADVICE.items()
+                  if hasattr(args, name) and getattr(args, name) != 1]
         fail(f"out of memory: {reason_of(e)}; try {', '.join([*advice, 'a larger machine'])}")
 
 

@@ -16,7 +16,7 @@ from conftest import ROOT, demos, dialogue, records, succeed
 from test_collect_endpoints import Server
 
 sys.path.append(f"{ROOT}/tests/experiments")
-from audit import KINDS, Reference, faults, is_code, numbers, plain  # noqa: E402
+from audit import KINDS, Reference, faults, numbers, plain  # noqa: E402
 from colbench import redact  # noqa: E402
 from toy import reply, slots_of  # noqa: E402
 
@@ -143,24 +143,6 @@ BOOK = {"kind": "backend", "problem_description": "write due(kind, days, members
     ("which members pay less?", "staff, or more than 8. An e-book is free.", [])])
 def test_replies_about_a_reference_like_colbenchs(asked, text, kinds):
     assert faults(BOOK, dialogue(BOOK["problem_description"], asked), text) == kinds
-
-
-@pytest.mark.parametrize("code", [
-    "x < 5", "dentist_experience < 5", "kind == 'short'", '"cm" in units', "a <= b < c", "x != y",
-    "unit not in known_units", "discount is not None", "x - 1", "n-1", "total-net_price", "a - b",
-    "pay(x)", "words = text.split()", "rate *= 2", "return a + b", "return total_price", "if x: y",
-    "hours % 24", "lines[-1]", "def f(x): pass", "'%s' % name", "(a + b)*3"])
-def test_code_is_code(code):
-    assert is_code(code) and is_code(f"  {code} ")
-
-
-@pytest.mark.parametrize("prose", [
-    "t-shirt", "Wall-E", "fast-paced", "UTF-8", "COVID-19", "12-month", "and/or", "N/A", "24/7",
-    "2024-01-31", "Height (cm)", "20 % off", "return the", "return 'too short'", "return -1",
-    "fee in euros", "2 in total", "color is red", "max_price is 1200", "rate = 4", "unsure",
-    "mid-level, low-risk", "kind-of-blue", "not too short"])
-def test_prose_that_parses_is_no_code(prose):
-    assert not is_code(prose)
 
 
 @pytest.mark.parametrize("text, number", [

@@ -24,8 +24,8 @@ import pytest
 
 import colbench
 from colbench import Grader, GraderError, get_args, grade_records
-from conftest import (DOUBLE, FULL, HONEST, PYTHON, ROOT, descendants, gone, lines, records, task,
-                      until)
+from conftest import (DOUBLE, FULL, HONEST, PYTHON, ROOT, complaint, descendants, gone, lines, records,
+                      shell, task, until)
 
 # what the attacks look for: two listeners, a readable file, one to delete, a variable
 STREAM = socket.create_server(("127.0.0.1", 0))  # on any free port
@@ -809,13 +809,15 @@ def test_a_child_has_its_own_limits_or_smaller_ones_of_the_machine(name, value):
     assert [r["reward"] for r in records(out)] == [1], err
 
 
-def test_a_low_soft_limit_of_open_files_is_raised():
+@pytest.mark.parametrize("soft, hard, fewer", [(30, 2000, False), (30, 60, True)])
+def test_few_files_mean_a_higher_soft_limit_or_fewer_workers(soft, hard, fewer):
     """With all kinds of servers in use."""
     answers = [HONEST, f"import time\n{HONEST}", f"import numpy\n{HONEST}"] * 8
     grading = grading_limited([{"task": DOUBLE, "answer": answer} for answer in answers], 6,
-                              {"NOFILE": (30, 2000)})
+                              {"NOFILE": (soft, hard)})
     out, err = grading.communicate()
     assert [r["reward"] for r in records(out)] == [1] * 24, err
+    assert bool(re.search(rf"[1-5] instead of 6 workers, .* at most {hard} files", err)) == fewer
 
 
 def test_a_machine_that_can_not_fork_is_named(monkeypatch, tmp_path):
@@ -836,6 +838,12 @@ def test_children_die_first_when_memory_ends(grader):
     own, theirs = (int(Path(f"/proc/{pid}/oom_score_adj").read_text())
                    for pid in ("self", server.process.pid))
     assert theirs == 1000 > own
+
+
+@pytest.mark.parametrize("command", ["serve", "serve 00", "serve x json", "serve <&-"])
+def test_a_user_who_types_serve_is_told_the_commands(command):
+    redirect = "" if "<" in command else "< /dev/null"
+    complaint(shell(f"python colbench.py {command} {redirect}"), "grade and check")
 
 
 # --- records --------------------------------------------------------------------------------------

@@ -590,18 +590,21 @@ REPLY = "def reply(task, history):\n    'Replies.'"
 
 @pytest.mark.parametrize("module, text", [
     ("utils.py", f"import utils\n{REPLY}"), ("utils.py", f"{REPLY}\n    from utils import WORDS"),
-    ("json.py", f"import json.tool\n{REPLY}"),
-    ("time.py", f"{REPLY}\n    import a, time as b")])
+    ("model.py", f"import mine\n{REPLY}"), ("json.py", f"import json.tool\n{REPLY}"),
+    ("time.py", f"{REPLY}\n    import a, time as b"), ("colbench/__init__.py", REPLY
+                                                    + "\n    import colbench")])
 def test_a_module_beside_a_human_is_not_replaced_by_another_of_its_name(module, text, load,
                                                                         tmp_path):
     """Ours and the standard library's are found first, which would go unnoticed."""
+    (tmp_path / "mine.py").write_text("def later():\n    from model import Tree")
     for name in ("collect.py", "random.py"):  # nobody imports these
         (tmp_path / name).write_text("WORDS = 1")
     assert callable(load(text))
+    (tmp_path / module).parent.mkdir(exist_ok=True)
     (tmp_path / module).write_text("WORDS = 1")
-    name = module.removesuffix(".py")
-    with pytest.raises(SystemExit, match=f"human.py: `import {name}` would find .*, "
-                                         f"not {tmp_path / module}; rename"):
+    name = module.partition("/")[0].removesuffix(".py")
+    with pytest.raises(SystemExit, match=f"human.py: `import {name}` in {tmp_path}/(human|mine).py "
+                                         f"would find .*, not {tmp_path / module}; rename"):
         load(text)
 
 
@@ -610,12 +613,12 @@ def test_a_human_imports_its_neighbours_and_copies_of_the_scripts(load, tmp_path
     (tmp_path / "words.py").write_text("import utils\nWORDS = 'fee'")
     (tmp_path / "package").mkdir()
     (tmp_path / "package/__init__.py").write_text("from words import WORDS as AGAIN")
-    text = ("import colbench, utils, package\nfrom words import WORDS\n"
+    text = ("import colbench, package\nfrom words import WORDS\n"
             "def reply(task, history):\n    return WORDS + package.AGAIN")
     assert load(text)({}, []) == "feefee"
     with (tmp_path / "utils.py").open("a") as f:
         f.write("WORDS = 1\n")
-    with pytest.raises(SystemExit, match="`import utils` would find "):
+    with pytest.raises(SystemExit, match=f"`import utils` in {tmp_path}/words.py would find "):
         load(text)
 
 
@@ -693,10 +696,39 @@ def test_a_template_that_leaves_out_messages_plays_no_episode_and_trains_nothing
 
 # --- what it prints -------------------------------------------------------------------------------
 
-def test_a_run_says_at_its_start_what_it_will_do(tasks, playing):
-    _, said, _ = playing(tasks, "--max_tokens", 5, "--max_turns", 1, "--concurrency", 3)
+EXPIRES = """
+asked = 0
+def reply(task, history):
+    global asked
+    asked += 1
+    if asked > 3:
+        raise OSError("the key has expired")
+    return "yes"
+"""
+
+
+def test_episodes_that_ask_nobody_do_not_hide_that_the_human_is_gone(tasks, tmp_path, playing,
+                                                                     monkeypatch):
+    """Every second episode answers at once."""
+    async def next_message(self, task, history, key):
+        answer = f"{ANSWER} 1" if key[2] % 2 or len(history) > 1 else "which rate?"
+        return {"role": "assistant", "content": None, "output": answer}
+
+    (tmp_path / "human.py").write_text(EXPIRES)
+    monkeypatch.setattr(collect.EpisodeRunner, "next_message", next_message)
+    flags = ["--human", tmp_path / "human.py", "-k", 100, "--concurrency", 1, "--max_turns", 2]
+    played, _, end = playing(tasks[:1], *flags)
+    assert "the key has expired; it is the 16th failure in a row" in str(end)
+    assert len(played) == 3 + 3 + 15
+
+
+def test_a_run_says_at_its_start_what_it_will_do(tasks, episodes, playing):
+    flags = ["--candidates", 2, "--max_tokens", 5, "--max_turns", 1, "--concurrency", 3]
+    _, said, _ = playing([*tasks, episodes[0]], *flags)
+    existing, new = said.splitlines()[:2]
+    assert existing.startswith("sampling 2 candidates per message of 1 dialogues from ")
     assert re.match(r"running 4 episodes of .* with transformers on cpu: human .*toy.py, at most "
-                    "1 turns, 3 at once", said)
+                    "1 turns, 3 at once", new)
 
 
 @pytest.mark.parametrize("n, at_once", [(40, 4), (7, 256), (5, 1)])

@@ -260,6 +260,8 @@ def test_a_server_plays_the_agent_and_the_human_and_sees_only_what_they_may(
     for role, n in both.n_replies.items():
         if usage:
             counts[role] += f", {100 * n} prompt tokens, {tokens[role]} completion tokens"
+        else:
+            counts[role] += f", {n} requests without reported tokens"
     assert said.endswith(f"\n{counts['human']}\n{counts['agent']}\n")
     for r in played:
         r["reward"] = 0.0
@@ -273,8 +275,8 @@ def test_parameters_change_the_requests_and_choose_the_model(tasks, playing):
     server.models = ["a", "b"]
     flags = ["--agent", server.url, "--max_turns", 1]
     _, _, end = playing(tasks[:1], *flags)
-    assert str(end) == (f"error: {server.url} serves a, b, not None; choose one by --model, "
-                        "--human_params or --agent_params")
+    assert str(end) == (f"error: {server.url} serves a, b, not None; choose one by --human_params "
+                        "or --agent_params, or for --engine by --model")
     params = {"model": "b", "max_tokens": None, "max_completion_tokens": 9, "temperature": 0.25}
     (r,), _, _ = playing(tasks[:1], *flags, "--agent_params", json.dumps(params))
     ((_, body, _),) = server.seen

@@ -136,8 +136,8 @@ FACTS = ["rate=4", "max_price = 1200", "The fee is 11 euros (per day).", "Seats:
 def test_what_is_like_the_code_is_redacted_and_prose_is_not(hidden):
     """The code of the reference, and that which the task hides beside or instead of it."""
     task = {"ground_truth": CODE, **({"hidden_information": hidden} if hidden else {})}
-    for quote in ("total=x*34 +7", *(["total = x * 35 +7 if y:"] if hidden and "35" in hidden else [])):
-        assert colbench.redact(f"use {quote} there", task) == "use [...] there"
+    for line in ("total=x*34 +7", *(["total = x * 35 +7"] if hidden and "35" in hidden else [])):
+        assert colbench.redact(f"use {line} there", task) == "use [...] there"
         assert colbench.redact(f"so: {CODE.strip().replace(' ', '  ')}!", task) == "so: [...]!"
     free = "multiply by 34 and add 7; if y: return"
     assert colbench.redact(free, task) == free
@@ -172,8 +172,9 @@ NAMES = "You", "User", "Human", "The human", "Colleague"
 FORMS = ("{}:", "**{}:**", "**{}**:", "*{}*:", "[{}]:", "### {}:",
          "{} (the colleague):")
 WORDS = ["It is 4 percent.", "The prize for you: 3 euros.", "Call f(user: 3) then?", "half\nof it",
-         "- user: the name\n- agent: the browser",
-         "{\n    you: 3,\n    agent: 4\n}", "user:secret", "As I said, you, the agent: no",
+         "- user: the name\n- agent: the browser", "```\nuser: 3\nassistant: 4\n```",
+         "{\n    you: 3,\n    agent: 4\n}", 'Write "Hi. Assistant: yes" first.', "user:secret",
+         "`Fine. Assistant: no` is it.", "As I said, you, the agent: no",
          "There are two. You: 3 points."]
 
 
@@ -186,7 +187,8 @@ def test_an_llm_human_speaks_for_itself_only():
         return r.choice(FORMS).format(style(r.choice(names))) + r.choice([" ", "\n", "  "])
 
     for _ in range(2000):
-        own, more, other = r.sample(WORDS, 3)
+        own, more = r.sample(WORDS, 2)
+        other = r.choice(WORDS[:-1])  # the last would be the human's after the agent
         assert colbench.own_words(own) == (own, False, False)
         named, follows = r.random() < 0.5, r.random() < 0.5
         reply = label(NAMES) + own if named else own
@@ -199,7 +201,6 @@ def test_an_llm_human_speaks_for_itself_only():
     one_line = "You: It is 4. Assistant: And the fee? You: 13."
     assert colbench.own_words(one_line) == ("It is 4.", True, True)
     assert colbench.own_words("It is 4. **Assistant:** Why?") == ("It is 4.", False, True)
-    assert colbench.own_words("") == ("", False, False)
     with pytest.raises(ValueError, match="only speakers' names"):
         colbench.own_words("You:\nAssistant:")
 
@@ -215,6 +216,33 @@ def test_the_agent_does_not_read_what_the_human_says_for_others(tasks, playing):
     kinds = Counter(i % 4 for i in range(len(replies)))
     assert f"{kinds[0] + kinds[1]} replies began with a speaker's name" in last
     assert f"{kinds[1] + kinds[3]} replies continued with further speakers" in last
+
+
+@pytest.mark.parametrize("code", [
+    "x < 5", "dentist_experience < 5", "kind == 'short'", '"cm" in units', "a <= b < c", "x != y",
+    "unit not in known_units", "discount is not None", "x - 1", "n-1", "total-net_price", "a - b",
+    "pay(x)", "words = text.split()", "rate *= 2", "return a + b", "return total_price", "if x: y",
+    "hours % 24", "lines[-1]", "def f(x): pass", "'%s' % name", "(a + b)*3"])
+def test_code_is_code(code):
+    assert colbench.is_code(code) and colbench.is_code(f"  {code} ")
+
+
+@pytest.mark.parametrize("prose", [
+    "t-shirt", "Wall-E", "fast-paced", "UTF-8", "COVID-19", "12-month", "and/or", "N/A", "24/7",
+    "2024-01-31", "Height (cm)", "20 % off", "return the", "return 'too short'", "return -1",
+    "fee in euros", "2 in total", "color is red", "max_price is 1200", "rate = 4", "unsure",
+    "mid-level, low-risk", "kind-of-blue", "not too short"])
+def test_prose_that_parses_is_no_code(prose):
+    assert not colbench.is_code(prose)
+    task = {"ground_truth": CODE, "hidden_information": f"{prose} {'x' * 12}\n{prose}xxxxxxxxxxxx"}
+    assert colbench.redact(f"so {prose}, please", task) == f"so {prose}, please"
+
+
+def test_a_compared_value_is_redacted_and_a_compound_word_is_not():
+    """Both are single lines of the hidden information, of which a human may tell one fact."""
+    task = {"ground_truth": CODE, "hidden_information": "experience < 5\nanti-gravity-boots\nno"}
+    assert colbench.redact("if experience < 5 then", task) == "if [...] then"
+    assert colbench.redact("use anti-gravity-boots", task) == "use anti-gravity-boots"
 
 
 def test_the_manuals_human_reads_the_dialogue_with_roles_exchanged(tasks, tmp_path, playing,
@@ -371,7 +399,8 @@ def test_an_error_of_a_server_is_the_episodes_if_it_has_answered_others(monkeypa
 
 
 LENGTHS = "length", "MAX_TOKENS", "max_tokens", "model_length"
-WHICH = "serves a, b, not None; choose one by --model, --human_params or --agent_params"
+WHICH = ("serves a, b, not None; choose one by --human_params or --agent_params, or for --engine by "
+         "--model")
 LONGER = """truncated: allow more tokens, such as by --human_params '{"max_tokens": 4000}'"""
 
 

@@ -42,7 +42,7 @@ from types import SimpleNamespace
 from typing import NamedTuple
 
 sys.path.insert(0, os.path.join(os.path.dirname(__file__), "..", ".."))
-from colbench import (environment, fill, hidden_information, message_texts, own_words,
+from colbench import (environment, fill, hidden_information, is_code, message_texts, own_words,
                       read_records, redact, task_id)
 from utils import flag, open_stdout, parser, run, say
 
@@ -273,33 +273,6 @@ def tokens(text, strings):
     literal = "|".join(map(re.escape, sorted(strings, key=len, reverse=True)))
     token = rf"(['\"])({literal})\1|\w+(?:\.\d+)?|[-+*/=!<>]=|//|\*\*|[^\w\s]"
     return [(repr(m[2]) if m[1] else m[0], *m.span()) for m in re.finditer(token, text)]
-
-
-# What shows that a line which Python can parse is code, and not a word or a fact such as rate = 4.
-OPERATION = re.compile(r"""
-    [<>] | [-+*/%|&=!]=                             # x < 5, x == y, x *= 2
-    | [\w)\]][(\[]                                  # f(x), x[0], unlike "Height (cm)"
-    | ^(def|if|for|while)\b | \bif\b.*\belse\b
-    | ^return\b.*([^\W\d][_.\d]|f')                 # return total_price, unlike "return the"
-    | \bis\ (not\ )?None\b
-    | ['_(].*\bin\b | \bin\b.*['_(]                 # 'a' in letters, unlike "fee in euros"
-    | [^\W\d]\w*[)\]]*\ ([-+*/%]|//|\*\*)\  | '\ %\   # x - 1, unlike "20 % off" and "24 / 7"
-    | \ ([-+*/]|//|\*\*)\ [(\[]*[^\W\d]             # 1 - x
-    | [^\W\d]\w*[)\]]*[*+]\w | \d[*+][^\W\d] | \)[-+*/]  # x*2, 2*x, (x)*2
-    | _\w*[-/] | [-/]\w*_ | (?<![\w-])[a-z][-/]([a-z]|\d+)(?![\w-])  # x-1, unlike "t-shirt"
-    """, re.X)
-
-
-def is_code(line):
-    """Whether a line is Python that computes, compares, calls or controls."""
-    line = line.strip()
-    statement = f"{line} pass" if line.endswith(":") else line
-    try:
-        ast.parse(statement)
-    except (SyntaxError, ValueError):
-        return False
-    without_texts = re.sub(r"""("|').*?\1|#.*""", "''", line)
-    return bool(OPERATION.search(without_texts))
 
 
 def quotes(reply, task, before):
