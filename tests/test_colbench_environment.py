@@ -11,7 +11,7 @@ import pytest
 import colbench
 import evaluate
 import toy
-from conftest import DOUBLE, ROOT, actions, copy_scripts, records, save, succeed
+from conftest import DOUBLE, HONEST, ROOT, actions, copy_scripts, records, save, succeed
 
 HERE = "# your own environments are imported here"  # the line below ENVIRONMENTS
 MANUAL = open(f"{ROOT}/tests/experiments/MANUAL.md", encoding="utf-8").read()
@@ -28,6 +28,13 @@ def repo(tmp_path):
     assert text.count(HERE) == 1
     (tmp_path / "colbench.py").write_text(text.replace(HERE, f"{row}\n{HERE}"))
     return tmp_path
+
+
+def test_backend_tasks_are_graded_beside_them(repo):
+    """The sandbox's servers, which import nothing from this folder, do without the environment."""
+    given = [{"task": DOUBLE, "answer": HONEST}]
+    done = succeed(str(repo / "colbench.py"), "grade", stdin=given, cwd=repo)
+    assert [r["reward"] for r in records(done.stdout)] == [1]
 
 
 def test_twenty_questions_go_through_all_scripts(repo, monkeypatch):
