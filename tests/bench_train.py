@@ -395,9 +395,9 @@ class Bench:
             logps.mean().backward()
             return [logps.detach().cpu()], [p.grad for p in model.parameters()]
 
-        expected, errors = results(torch.float32, True), {}
+        expected, errors = results("fp32", True), {}
         for name, separate in (("tree", False), ("separate", True)):
-            for what, x, y in zip(("logps", "gradients"), expected, results(self.dtype, separate)):
+            for what, x, y in zip(("logps", "gradients"), expected, results("auto", separate)):
                 errors[f"{name}_{what}"] = difference(x, y)
         return errors
 
