@@ -632,7 +632,7 @@ class Endpoint:
             tokens = reported_tokens(reply)
             self.usage.update({"requests": 1, **tokens})
             if not tokens:
-                self.usage["requests without reported tokens"] += 1
+                self.usage["of them without reported tokens"] += 1
             result = parse(reply)
             self.has_answered = True
             return result

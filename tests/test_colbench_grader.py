@@ -812,12 +812,12 @@ def test_a_child_has_its_own_limits_or_smaller_ones_of_the_machine(name, value):
 @pytest.mark.parametrize("soft, hard, fewer", [(30, 2000, False), (30, 60, True)])
 def test_few_files_mean_a_higher_soft_limit_or_fewer_workers(soft, hard, fewer):
     """With all kinds of servers in use."""
-    answers = [HONEST, f"import time\n{HONEST}", f"import numpy\n{HONEST}"] * 8
-    grading = grading_limited([{"task": DOUBLE, "answer": answer} for answer in answers], 6,
+    answers = [HONEST, f"import time\n{HONEST}", f"import numpy\n{HONEST}"] * 20
+    grading = grading_limited([{"task": DOUBLE, "answer": answer} for answer in answers], 16,
                               {"NOFILE": (soft, hard)})
     out, err = grading.communicate()
-    assert [r["reward"] for r in records(out)] == [1] * 24, err
-    assert bool(re.search(rf"[1-5] instead of 6 workers, .* at most {hard} files", err)) == fewer
+    assert [r["reward"] for r in records(out)] == [1] * 60, err
+    assert bool(re.search(rf"[1-9] instead of 16 workers, .* at most {hard} files", err)) == fewer
 
 
 def test_a_machine_that_can_not_fork_is_named(monkeypatch, tmp_path):

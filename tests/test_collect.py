@@ -696,6 +696,16 @@ def test_a_template_that_leaves_out_messages_plays_no_episode_and_trains_nothing
 
 # --- what it prints -------------------------------------------------------------------------------
 
+def test_a_flag_that_an_edit_adds_is_a_setting_of_the_episodes():
+    """So that --resume refuses another value, and evaluate.py tells the systems apart."""
+    args = collect.get_args(["--model", "m"])
+    args.my_bias = 3
+    assert collect.run_meta(args)["my_bias"] == 3
+    for agent, absent in (("fixed:ok", {"model", "temperature"}), ("http://x/v1", {"model"})):
+        args.agent = agent
+        assert collect.run_meta(args)["my_bias"] == 3 and not absent & collect.run_meta(args).keys()
+
+
 EXPIRES = """
 asked = 0
 def reply(task, history):

@@ -261,7 +261,7 @@ def test_a_server_plays_the_agent_and_the_human_and_sees_only_what_they_may(
         if usage:
             counts[role] += f", {100 * n} prompt tokens, {tokens[role]} completion tokens"
         else:
-            counts[role] += f", {n} requests without reported tokens"
+            counts[role] += f", {n} of them without reported tokens"
     assert said.endswith(f"\n{counts['human']}\n{counts['agent']}\n")
     for r in played:
         r["reward"] = 0.0

@@ -556,6 +556,9 @@ def test_weights_beside_an_index_of_others_are_refused(tiny_dir, tmp_path, playi
     (folder / "model.safetensors").unlink()
     model.load(str(folder))  # the shards
     shutil.copy(shard, folder / "model.safetensors")
+    index.write_text(json.dumps({"weight_map": dict.fromkeys(weights(tiny_dir),
+                                                             "model.safetensors")}))
+    model.load(str(folder))  # its index names no other file
     index.unlink()
     model.load(str(folder))  # the single file
 
