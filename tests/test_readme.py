@@ -113,7 +113,7 @@ def edited_module(names, folder, script="train_critic"):
 
 def first_step(copy, name, given, base, *flags, ranks=1, out=None):
     """Metrics of the first step of a trainer of the copy, and its stdout's records."""
-    nll = [] if "grpo" in flags else ["--nll_coef", 0]  # which has none
+    nll = [] if {"grpo", "opsd"} & set(flags) else ["--nll_coef", 0]  # which has none
     got, (_, first, *_) = train(given, f"{copy}/{name}.py", "--model", base, *nll, "--epochs", 1,
                                 *flags, "--out", out or f"{copy}/out", ranks=ranks)
     return first, got
@@ -130,9 +130,10 @@ def test_two_edits_combine_but_for_those_of_one_place(tmp_path):
             conflicts.add(pair)
     told = re.search(r"Two edits combine, but for (.*?)\.\s", MANUAL, re.S)[1]
     of_one_line = {("regression", "margin_by_gap"), ("regression", "sqrt_length"),
-                   ("regression", "sum"), ("sqrt_length", "sum")}  # of the critic's loss
+                   ("regression", "sum"), ("sqrt_length", "sum"),  # of the critic's loss
+                   ("grpo", "opsd")}  # of the policy's choices
     assert "those of one line" in told and conflicts - of_one_line == {
-        tuple(re.findall(r"`(\w+)`", pair)) for pair in told.split(",")[:2]}
+        tuple(re.findall(r"`(\w+)`", pair)) for pair in told.split(",")[:3]}
 
 
 def test_every_edit_is_in_the_readme_and_has_a_test():
@@ -221,6 +222,30 @@ def test_the_edit_sqrt_length(rewarded, tiny_dir, tmp_path):
         for a, b in zip(agent_messages(ours), agent_messages(theirs), strict=True):
             root = len(a["token_ids"]) ** 0.5
             assert a["advantage"] == pytest.approx(b["advantage"] * root, rel=1e-3) != 0
+
+
+@pytest.mark.full
+def test_the_edit_opsd(ranked, tiny_dir, tmp_path):
+    """Its first loss is the mean over tokens of KL(pi_ref given c || pi), by transformers."""
+    first, _ = first_step(edited("opsd", tmp_path), "train_policy", ranked, tiny_dir,
+                          "--loss", "opsd", "--batch_size", 10_000)
+    lm, tokenizer = model.load_lm(tiny_dir, torch.device("cpu"))
+
+    def log_probs(turn):
+        ids = torch.tensor([[*map(ord, turn.prompt + turn.action)]])
+        logits = lm(ids).logits[0, len(turn.prompt) - 1:-1]
+        return torch.log_softmax(logits, -1)
+
+    divergences = []
+    for record in ranked:
+        for history, actions in model.turn_actions(record):
+            turns = model.pi_and_ref_turns(tokenizer, record, history, actions[:4],
+                                           pi_reads_c=False, ref_reads_c=True)
+            for turn, teacher_turn in turns:
+                pi, teacher = log_probs(turn), log_probs(teacher_turn)
+                divergences += (teacher.exp() * (teacher - pi)).sum(-1).tolist()
+    assert first["grad_norm"] > 0
+    assert first["loss"] == pytest.approx(sum(divergences) / len(divergences), rel=1e-4) != 0
 
 
 def resumed(run, out, given, step):
@@ -466,9 +491,19 @@ def test_the_orders(folder, monkeypatch):
 
     # recipe.sh takes these episodes and scores on to its second round
     (seed / "spelled" / "untrained.log").write_text("pair accuracy 66.7 % (120 pairs\n")
-    run(f"{small} METHODS=recipe bash tests/experiments/recipe.sh spelled", folder)
-    results = records((seed.parent / "recipe.jsonl").read_text())
-    assert [r["system"] for r in results] == ["recipe-2", "recipe", "base"]
+    run(f"{small} METHODS='recipe decided rft' bash tests/experiments/recipe.sh spelled", folder)
+    recipe, decided, rft, *first_round = records((seed.parent / "recipe.jsonl").read_text())
+    assert [recipe["system"], decided["system"], rft["system"]] == [
+        "recipe-2", "decided-2", "rft-2"]
+    assert [r["system"] for r in first_round] == ["recipe", "decided", "rft", "base"]
+    for name in "", "-2":
+        decided, untrained = ((seed / "spelled" / f"test-{method}{name}.jsonl").read_text()
+                              for method in ("decided", "untrained"))
+        assert decided == untrained
+    for name, with_candidates in ("again-untrained", True), ("again-rft", False):
+        episodes = records((seed / "spelled" / name / "train.jsonl").read_text())
+        assert with_candidates == any("candidates" in message for r in episodes
+                                      for message in colbench.agent_messages(r))
     assert "trained on" in (seed / "spelled" / "again-untrained" / "trained.log").read_text()
 
 

@@ -17,6 +17,7 @@
 #   recipe       first round: ranked by the untrained critic if it orders two thirds of the pairs,
 #                else by eq. 3, with --mix 1. Second round: a critic is trained on the first
 #                policy's episodes (`trained`, with --nll_coef 1), and ranks its candidates
+#   decided      untrained if it orders two thirds of the pairs, else eq3-mix1, in both rounds
 #   METHOD-all   the second round trains as the first one did, anew, on the episodes of both
 # compare.sh's and real_model.sh's first lines say how to run less. Tables go to stderr, numbers to
 # runs/recipe.jsonl.
@@ -49,7 +50,7 @@ sweet_by() {  # CRITIC NAME MIX: trains a policy, ranked by the critic
 }
 first_policy_of() {  # METHOD: prints the name of its policy of the first round
   case $1 in
-    recipe)
+    recipe | decided)
       stage $dir/scored-untrained.jsonl scored_by untrained $dir/train.jsonl
       if orders_enough_pairs $dir/untrained.log; then echo untrained; else echo eq3-mix1; fi ;;
     *) echo ${1%-all} ;;
@@ -73,6 +74,16 @@ second_round() {  # METHOD, whose second policy is $dir/METHOD
 }
 two_rounds() {  # METHOD
   local first_dir=$dir dir=$dir start=$base base=$base first second=$1
+  local train_args=("${train_args[@]}")
+  case $1 in
+    rft* | mtdpo*) train_args=("${train_args[@]:0:2}") ;;  # -k, without candidates
+    decided)
+      first=$(first_policy_of decided)
+      two_rounds $first
+      cp $dir/test-$first.jsonl $dir/test-decided.jsonl
+      cp $dir/test-$first-2.jsonl $dir/test-decided-2.jsonl
+      return ;;
+  esac
   first=$(first_policy_of $1)
   first_round $first
   test_policies $first
