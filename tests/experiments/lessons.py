@@ -46,17 +46,22 @@ def get_args(argv=None):
 
 # --- one turn -------------------------------------------------------------------------------------
 
+def output_of(message):
+    """Returns what the model wrote, or the content of a message that has no output."""
+    return message["output"] if "output" in message else message["content"]
+
+
 def kind_of(message):
     """Returns "truncated", "answer" or "question"."""
     if message.get("cut"):
         return "truncated"
-    _, answer = read_action(message.get("output") or message["content"], last=False)
+    _, answer = read_action(output_of(message), last=False)
     return "question" if answer is None else "answer"
 
 
 def action_of(message, prompt=""):
     """Returns the Action of a message, whose turn has a made-up prompt: pairs need no other."""
-    ids = message.get("token_ids") or map(ord, message.get("output") or message["content"])
+    ids = message.get("token_ids") or map(ord, output_of(message))
     return Action(message, Turn(prompt, packed(ids)), None)
 
 
@@ -156,9 +161,6 @@ def warnings_of(rows, right, n):
         yield ("truncated messages rank higher than others: they are never chosen, but their turns' "
                "pairs are unsound; sample again with a larger --max_tokens, or raise "
                "--logprob_weight")
-    if total["logprob_spread"] > total["advantage_spread"]:
-        yield ("the log-prob ranks more than the advantage does: the policy will mostly learn what "
-               "it does anyway; lower --logprob_weight, or train a critic")
 
 
 def print_table(rows):

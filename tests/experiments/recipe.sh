@@ -17,11 +17,12 @@
 #   recipe       first round: ranked by the untrained critic if it orders two thirds of the pairs,
 #                else by eq. 3, with --mix 1. Second round: a critic is trained on the first
 #                policy's episodes (`trained`, with --nll_coef 1), and ranks its candidates
-#   decided      untrained if it orders two thirds of the pairs, else eq3-mix1, in both rounds
+#   decided      eq3, or untrained if that critic orders more of the trajectory pairs (lessons.py)
 #   METHOD-all   the second round trains as the first one did, anew, on the episodes of both
 # compare.sh's and real_model.sh's first lines say how to run less. Tables go to stderr, numbers to
 # runs/recipe.jsonl.
 set -euo pipefail
+shopt -s inherit_errexit  # so that a stage which fails inside $(...) ends the script
 case " $* " in
   *" real "*) . tests/experiments/common.sh; . tests/experiments/real_model.sh ;;
   *" spelled "* | *" words "*) . tests/experiments/orders.sh; enter_orders ;;
@@ -48,9 +49,19 @@ sweet_by() {  # CRITIC NAME MIX: trains a policy, ranked by the critic
   stage $dir/scored-$1.jsonl scored_by $1 $dir/train.jsonl
   train_sweet $2 $3 $WEIGHT < $dir/scored-$1.jsonl
 }
+pairs_ordered() {  # CRITIC: prints how many of the first round's pairs its advantages order
+  stage $dir/scored-$1.jsonl scored_by $1 $dir/train.jsonl
+  stage $dir/lessons-$1.json python tests/experiments/lessons.py < $dir/scored-$1.jsonl
+  sed -E 's/.*"ordered": ([0-9]+).*/\1/' $dir/lessons-$1.json
+}
 first_policy_of() {  # METHOD: prints the name of its policy of the first round
   case $1 in
-    recipe | decided)
+    decided)
+      local untrained eq3
+      untrained=$(pairs_ordered untrained)
+      eq3=$(pairs_ordered eq3)
+      if ((untrained > eq3)); then echo untrained; else echo eq3; fi ;;
+    recipe)
       stage $dir/scored-untrained.jsonl scored_by untrained $dir/train.jsonl
       if orders_enough_pairs $dir/untrained.log; then echo untrained; else echo eq3-mix1; fi ;;
     *) echo ${1%-all} ;;
