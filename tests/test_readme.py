@@ -512,6 +512,21 @@ def test_the_orders(folder, monkeypatch):
     assert "trained on" in (seed / "spelled" / "again-untrained" / "trained.log").read_text()
 
 
+def test_the_real_models_episodes_resume_with_one_half_complete(folder):
+    """graded_episodes of real_model.sh, whose other half has lost its last episode."""
+    runs = folder / "runs"
+    tasks = {key_of(r)[0]: r["task"] for r in records((runs / "train.jsonl").read_text())}
+    (runs / "tasks.jsonl").write_text(lines(list(tasks.values())[:3]))
+    command = ("FLAGS= seed=0 dir=runs; . tests/experiments/real_model.sh; "
+               "graded_episodes test runs/base runs/tasks.jsonl -k 2")
+    first = records(run(command, folder).stdout)
+    half = runs / "test.1"
+    half.write_text("".join(half.read_text().splitlines(True)[:-1]))
+    (runs / "test.1.done").unlink()
+    again = records(run(command, folder).stdout)
+    assert len(first) == 6 and sorted(map(key_of, again)) == sorted(map(key_of, first))
+
+
 @pytest.mark.parametrize("percent, untrained", [("100.0", 1), ("66.7", 1), ("66.6", 0), ("9.1", 0),
                                                 (None, 0)])
 def test_the_recipe_trains_its_first_critic_if_the_untrained_one_orders_too_few(

@@ -32,14 +32,19 @@ make_tasks() {  # FILE N [FLAGS]
 }
 run_episodes() { stage $dir/$1.jsonl graded_episodes "$@"; }  # NAME MODEL TASKS [FLAGS]
 graded_episodes() {  # in two processes of one thread, each with half of the tasks
-  local half jobs=()
-  for half in 0 1; do
-    ( awk "NR % 2 == $half" $3 |
-        OMP_NUM_THREADS=1 python collect.py --human tests/toy.py --max_turns 6 --max_tokens 128 \
-            --seed $seed $FLAGS --model $2 --resume $dir/$1.$half "${@:4}" |
-        python colbench.py grade >> $dir/$1.$half ) & jobs+=($!)
-  done
+  local jobs=()
+  half_of_episodes 0 "$@" & jobs+=($!)
+  half_of_episodes 1 "$@" & jobs+=($!)
   wait ${jobs[0]} && wait ${jobs[1]} && cat $dir/$1.0 $dir/$1.1
+}
+half_of_episodes() {  # HALF NAME MODEL TASKS [FLAGS]: writes or resumes $dir/NAME.HALF
+  local file=$dir/$2.$1
+  if [ -e $file.done ]; then return; fi
+  awk "NR % 2 == $1" $4 |
+    OMP_NUM_THREADS=1 python collect.py --human tests/toy.py --max_turns 6 --max_tokens 128 \
+        --seed $seed $FLAGS --model $3 --resume $file "${@:5}" |
+    python colbench.py grade >> $file
+  touch $file.done
 }
 train_critic() {  # NAME RECORDS [FLAGS]
   python $code/train_critic.py --seed $seed $FLAGS --save_every 20 --out $dir/critic-$1 \
