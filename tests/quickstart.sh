@@ -76,12 +76,22 @@ rival() {
     policy --loss rft --model $R/base --lr 5e-4 --epochs 8 --out $R/rft < $R/train.jsonl > /dev/null
     try rft
     try base
+    python train_critic.py --untrained 1 --model $R/base < $R/train.jsonl > $R/untrained.jsonl
 }
 beside rival
 python train_critic.py --seed $SEED --model $R/base --out $R/critic --beta 1 --nll_coef 0.3 \
     --lr 4e-4 --batch_size 16 < $R/train.jsonl | tee $R/scored.jsonl |
     dpo --model $R/base --out $R/sweet > /dev/null
 wait_for_all
+
+for f in scored untrained; do
+    python tests/experiments/lessons.py < $R/$f.jsonl > $R/lessons-$f.json
+done
+ordered() {
+    sed -E 's/.*"trajectory_pairs": ([0-9]+), "ordered": ([0-9]+).*/\2 of \1/' $R/lessons-$1.json
+}
+step "trajectory pairs that the critic orders correctly: $(ordered scored);"
+step "the agent itself, as an untrained critic: $(ordered untrained). Keep the better one"
 
 step "second round: the new policy's episodes, scored by the same critic"
 explore sweet again

@@ -13,7 +13,9 @@ truncated (at --max_tokens), or else a question. The table on stderr has a row f
                 --logprob_weight x log-prob
     corr        correlation of these two within turns
 
-Then come warnings, and on stdout all numbers as one line of JSON.
+Then come the share of the trajectory pairs that the advantages order correctly, by which to choose
+between a trained critic and the untrained one, warnings, and on stdout all numbers as one line of
+JSON.
 """
 import math
 import sys

@@ -17,7 +17,8 @@
 #   recipe       first round: ranked by the untrained critic if it orders two thirds of the pairs,
 #                else by eq. 3, with --mix 1. Second round: a critic is trained on the first
 #                policy's episodes (`trained`, with --nll_coef 1), and ranks its candidates
-#   decided      eq3, or untrained if that critic orders more of the trajectory pairs (lessons.py)
+#   decided      eq3, or untrained if that critic orders more trajectory pairs; without its second
+#                round, if it orders fewer than two thirds of that round's pairs (lessons.py)
 #   METHOD-all   the second round trains as the first one did, anew, on the episodes of both
 # compare.sh's and real_model.sh's first lines say how to run less. Tables go to stderr, numbers to
 # runs/recipe.jsonl.
@@ -49,17 +50,21 @@ sweet_by() {  # CRITIC NAME MIX: trains a policy, ranked by the critic
   stage $dir/scored-$1.jsonl scored_by $1 $dir/train.jsonl
   train_sweet $2 $3 $WEIGHT < $dir/scored-$1.jsonl
 }
-pairs_ordered() {  # CRITIC: prints how many of the first round's pairs its advantages order
+ordered_of_1000() {  # SCORED: prints how many of 1,000 trajectory pairs it orders correctly
+  local counts='s/.*"trajectory_pairs": ([0-9]+), "ordered": ([0-9]+).*/1000 * \2 \/ (\1 + !\1)/'
+  stage $1.lessons python tests/experiments/lessons.py < $1.jsonl
+  echo $(($(sed -E "$counts" $1.lessons)))
+}
+ordered_at_first() {  # CRITIC: ordered_of_1000 of the base's episodes
   stage $dir/scored-$1.jsonl scored_by $1 $dir/train.jsonl
-  stage $dir/lessons-$1.json python tests/experiments/lessons.py < $dir/scored-$1.jsonl
-  sed -E 's/.*"ordered": ([0-9]+).*/\1/' $dir/lessons-$1.json
+  ordered_of_1000 $dir/scored-$1
 }
 first_policy_of() {  # METHOD: prints the name of its policy of the first round
   case $1 in
     decided)
       local untrained eq3
-      untrained=$(pairs_ordered untrained)
-      eq3=$(pairs_ordered eq3)
+      untrained=$(ordered_at_first untrained)
+      eq3=$(ordered_at_first eq3)
       if ((untrained > eq3)); then echo untrained; else echo eq3; fi ;;
     recipe)
       stage $dir/scored-untrained.jsonl scored_by untrained $dir/train.jsonl
@@ -92,7 +97,10 @@ two_rounds() {  # METHOD
       first=$(first_policy_of decided)
       two_rounds $first
       cp $dir/test-$first.jsonl $dir/test-decided.jsonl
-      cp $dir/test-$first-2.jsonl $dir/test-decided-2.jsonl
+      local scored=$dir/again-$first/scored-$first
+      if [ $first = eq3 ]; then scored+=-again; fi
+      if (($(ordered_of_1000 $scored) >= 666)); then second=$first-2; else second=$first; fi
+      cp $dir/test-$second.jsonl $dir/test-decided-2.jsonl
       return ;;
   esac
   first=$(first_policy_of $1)
