@@ -91,7 +91,7 @@ ordered() {
     sed -E 's/.*"trajectory_pairs": ([0-9]+), "ordered": ([0-9]+).*/\2 of \1/' $R/lessons-$1.json
 }
 step "trajectory pairs that the critic orders correctly: $(ordered scored);"
-step "the agent itself, as an untrained critic: $(ordered untrained). Keep the better one"
+step "the agent itself, as an untrained critic: $(ordered untrained)"
 
 step "second round: the new policy's episodes, scored by the same critic"
 explore sweet again
