@@ -499,13 +499,14 @@ def test_the_orders(folder, monkeypatch):
     assert [r["system"] for r in first_round] == ["recipe", "decided", "rft", "base"]
     part = seed / "spelled"
 
-    def share(scored):
-        got = json.loads((part / f"{scored}.lessons").read_text())
-        return got["ordered"] / max(1, got["trajectory_pairs"])
+    def lessons(scored):
+        return json.loads((part / f"{scored}.lessons").read_text())
 
-    critic = "untrained" if share("scored-untrained") > share("scored-eq3") else "eq3"
+    ordered = {critic: lessons(f"scored-{critic}")["ordered"] for critic in ("untrained", "eq3")}
+    critic = "untrained" if ordered["untrained"] > ordered["eq3"] else "eq3"
     again = {"untrained": "scored-untrained", "eq3": "scored-eq3-again"}[critic]
-    stops = share(f"again-{critic}/{again}") < 0.666
+    again = lessons(f"again-{critic}/{again}")
+    stops = 3 * again["ordered"] < 2 * again["trajectory_pairs"]
     for name, same in ("decided", critic), ("decided-2", critic + "-2" * (not stops)):
         decided, same = ((part / f"test-{x}.jsonl").read_text() for x in (name, same))
         assert decided == same

@@ -50,21 +50,20 @@ sweet_by() {  # CRITIC NAME MIX: trains a policy, ranked by the critic
   stage $dir/scored-$1.jsonl scored_by $1 $dir/train.jsonl
   train_sweet $2 $3 $WEIGHT < $dir/scored-$1.jsonl
 }
-ordered_of_1000() {  # SCORED: prints how many of 1,000 trajectory pairs it orders correctly
-  local counts='s/.*"trajectory_pairs": ([0-9]+), "ordered": ([0-9]+).*/1000 * \2 \/ (\1 + !\1)/'
+lessons_of() {  # SCORED: writes what lessons.py prints of it to SCORED.lessons
   stage $1.lessons python tests/experiments/lessons.py < $1.jsonl
-  echo $(($(sed -E "$counts" $1.lessons)))
 }
-ordered_at_first() {  # CRITIC: ordered_of_1000 of the base's episodes
+pairs_ordered() {  # CRITIC: prints how many trajectory pairs of the base's episodes it orders
   stage $dir/scored-$1.jsonl scored_by $1 $dir/train.jsonl
-  ordered_of_1000 $dir/scored-$1
+  lessons_of $dir/scored-$1
+  sed -E 's/.*"ordered": ([0-9]+).*/\1/' $dir/scored-$1.lessons
 }
 first_policy_of() {  # METHOD: prints the name of its policy of the first round
   case $1 in
     decided)
       local untrained eq3
-      untrained=$(ordered_at_first untrained)
-      eq3=$(ordered_at_first eq3)
+      untrained=$(pairs_ordered untrained)
+      eq3=$(pairs_ordered eq3)
       if ((untrained > eq3)); then echo untrained; else echo eq3; fi ;;
     recipe)
       stage $dir/scored-untrained.jsonl scored_by untrained $dir/train.jsonl
@@ -99,7 +98,9 @@ two_rounds() {  # METHOD
       cp $dir/test-$first.jsonl $dir/test-decided.jsonl
       local scored=$dir/again-$first/scored-$first
       if [ $first = eq3 ]; then scored+=-again; fi
-      if (($(ordered_of_1000 $scored) >= 666)); then second=$first-2; else second=$first; fi
+      lessons_of $scored
+      second=$first-2
+      if grep -q "fewer than two thirds" $scored.lessons; then second=$first; fi
       cp $dir/test-$second.jsonl $dir/test-decided-2.jsonl
       return ;;
   esac
