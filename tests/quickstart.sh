@@ -41,17 +41,17 @@ policy() { python train_policy.py --seed $SEED "$@"; }
 dpo() {
     policy --beta 1 --nll_coef 3 --mix 0.25 --logprob_weight 0.1 --lr 6e-4 --batch_size 32 "$@"
 }
-# explore MODEL OUT: training data, four episodes per task, half of them with 16 candidates at every
-# turn. Each of two processes has half of the tasks.
+rft() { policy --loss rft --lr 5e-4 --epochs 8 "$@" > /dev/null; }
+# explore MODEL OUT [FLAGS]: training data, four episodes per task. Each of two processes has half of
+# the tasks.
 explore() {
-    beside explore_half $1 $2 0
-    beside explore_half $1 $2 1
+    beside explore_half 0 "$@"
+    beside explore_half 1 "$@"
     wait_for_all
     cat $R/$2-[01].jsonl > $R/$2.jsonl
 }
 explore_half() {
-    awk "NR % 2 == $3" $R/train-tasks.jsonl | episodes --model $R/$1 -k 4 --candidates 16 \
-        --candidates_share 0.5 > $R/$2-$3.jsonl
+    awk "NR % 2 == $1" $R/train-tasks.jsonl | episodes --model $R/$2 -k 4 "${@:4}" > $R/$3-$1.jsonl
 }
 try() { episodes --model $R/$1 < $R/tasks.jsonl > $R/test-$1.jsonl; }   # on the test tasks
 # Runs a command in the background. wait_for_all ends the script if such a command has failed.
@@ -67,13 +67,13 @@ python tests/toy.py demos --n $DEMOS --seed $SEED > $R/demos.jsonl
 wait_for_all
 policy --loss rft --all 1 --model $R/tiny --lr 3e-3 --out $R/base < $R/demos.jsonl > /dev/null
 
-step "episodes of the agent: training data"
-explore base train
+step "episodes of the agent: training data, half of them with 16 candidates at every turn"
+explore base train --candidates 16 --candidates_share 0.5
 
 step "SWEET-RL: stage 1 trains the critic and scores every message, stage 2 trains the policy;"
 step "beside it the agent's test, and a rival: the agent fine-tuned on what it solved (RFT)"
 rival() {
-    policy --loss rft --model $R/base --lr 5e-4 --epochs 8 --out $R/rft < $R/train.jsonl > /dev/null
+    rft --model $R/base --out $R/rft < $R/train.jsonl
     try rft
     try base
     python train_critic.py --untrained 1 --model $R/base < $R/train.jsonl > $R/untrained.jsonl
@@ -93,17 +93,24 @@ ordered() {
 step "trajectory pairs that the critic orders correctly: $(ordered scored);"
 step "the agent itself, as an untrained critic: $(ordered untrained)"
 
-step "second round: the new policy's episodes, scored by the same critic"
+step "second round: SWEET-RL's policy, fine-tuned on those of its own episodes that it solved;"
+step "beside it the same for the rival"
 explore sweet again
-beside try sweet
-python train_critic.py --score $R/critic < $R/again.jsonl | tee $R/scored-again.jsonl |
-    dpo --model $R/sweet --out $R/sweet2 > /dev/null
-wait_for_all
+explore rft again-rft
+second_rival() {
+    rft --model $R/rft --out $R/rft2 < $R/again-rft.jsonl
+    try rft2
+    try sweet
+}
+beside second_rival
+rft --model $R/sweet --out $R/sweet2 < $R/again.jsonl
 try sweet2
+python train_critic.py --score $R/critic < $R/again.jsonl > $R/scored-again.jsonl
+wait_for_all
 
 step "the training episodes of both rounds, with the critic's credit for every message"
 python tests/experiments/report.py --logprob_weight 0.1 base=$R/scored.jsonl \
     sweet=$R/scored-again.jsonl > $R/report.html
 
 step "done; open $R/report.html in a browser. Tests passed and tasks solved, with 95 % intervals:"
-python evaluate.py $R/test-{base,rft,sweet,sweet2}.jsonl 2>&3 > $R/results.jsonl
+python evaluate.py $R/test-{base,rft,rft2,sweet,sweet2}.jsonl 2>&3 > $R/results.jsonl

@@ -492,11 +492,10 @@ def test_the_orders(folder, monkeypatch):
 
     # recipe.sh takes these episodes and scores on to its second round
     (seed / "spelled" / "untrained.log").write_text("pair accuracy 66.7 % (120 pairs\n")
-    run(f"{small} METHODS='recipe decided rft' bash tests/experiments/recipe.sh spelled", folder)
-    recipe, decided, rft, *first_round = records((seed.parent / "recipe.jsonl").read_text())
-    assert [recipe["system"], decided["system"], rft["system"]] == [
-        "recipe-2", "decided-2", "rft-2"]
-    assert [r["system"] for r in first_round] == ["recipe", "decided", "rft", "base"]
+    methods = ["recipe", "decided", "decided-rft", "rft"]
+    run(f"{small} METHODS='{' '.join(methods)}' bash tests/experiments/recipe.sh spelled", folder)
+    results = records((seed.parent / "recipe.jsonl").read_text())
+    assert [r["system"] for r in results] == [*(f"{m}-2" for m in methods), *methods, "base"]
     part = seed / "spelled"
 
     def lessons(scored):
@@ -507,9 +506,12 @@ def test_the_orders(folder, monkeypatch):
     again = {"untrained": "scored-untrained", "eq3": "scored-eq3-again"}[critic]
     again = lessons(f"again-{critic}/{again}")
     stops = 3 * again["ordered"] < 2 * again["trajectory_pairs"]
-    for name, same in ("decided", critic), ("decided-2", critic + "-2" * (not stops)):
-        decided, same = ((part / f"test-{x}.jsonl").read_text() for x in (name, same))
-        assert decided == same
+    for copy, of in [("test-decided", f"test-{critic}"), ("test-decided-rft", f"test-{critic}"),
+                     ("test-decided-2", f"test-{critic}" + "-2" * (not stops)),
+                     ("test-decided-rft-2", f"again-{critic}/test-rft")]:
+        assert (part / f"{copy}.jsonl").read_text() == (part / f"{of}.jsonl").read_text()
+    flags = metrics(part / f"again-{critic}" / "rft")[0]["args"]
+    assert flags["loss"] == "rft" and Path(flags["model"]).name == critic
     for name, with_candidates in ("again-untrained", True), ("again-rft", False):
         episodes = records((part / name / "train.jsonl").read_text())
         assert with_candidates == any("candidates" in message for r in episodes

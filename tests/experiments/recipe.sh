@@ -19,10 +19,13 @@
 #                policy's episodes (`trained`, with --nll_coef 1), and ranks its candidates
 #   decided      eq3, or untrained if that critic orders more trajectory pairs; without its second
 #                round, if it orders fewer than two thirds of that round's pairs (lessons.py)
+#   METHOD-rft   the second round is RFT, on the first policy's solved episodes. It needs no
+#                candidates, so name METHOD, which may need them, before METHOD-rft
 #   METHOD-all   the second round trains as the first one did, anew, on the episodes of both
 # compare.sh's and real_model.sh's first lines say how to run less. Tables go to stderr, numbers to
 # runs/recipe.jsonl.
 set -euo pipefail
+shopt -s extglob
 shopt -s inherit_errexit  # so that a stage which fails inside $(...) ends the script
 case " $* " in
   *" real "*) . tests/experiments/common.sh; . tests/experiments/real_model.sh ;;
@@ -60,7 +63,7 @@ pairs_ordered() {  # CRITIC: prints how many trajectory pairs of the base's epis
 }
 first_policy_of() {  # METHOD: prints the name of its policy of the first round
   case $1 in
-    decided)
+    decided*)
       local untrained eq3
       untrained=$(pairs_ordered untrained)
       eq3=$(pairs_ordered eq3)
@@ -68,7 +71,7 @@ first_policy_of() {  # METHOD: prints the name of its policy of the first round
     recipe)
       stage $dir/scored-untrained.jsonl scored_by untrained $dir/train.jsonl
       if orders_enough_pairs $dir/untrained.log; then echo untrained; else echo eq3-mix1; fi ;;
-    *) echo ${1%-all} ;;
+    *) echo ${1%-@(all|rft)} ;;
   esac
 }
 first_round() {  # POLICY
@@ -91,7 +94,7 @@ two_rounds() {  # METHOD
   local first_dir=$dir dir=$dir start=$base base=$base first second=$1
   local train_args=("${train_args[@]}")
   case $1 in
-    rft* | mtdpo*) train_args=("${train_args[@]:0:2}") ;;  # -k, without candidates
+    rft* | mtdpo* | *-rft) train_args=("${train_args[@]:0:2}") ;;  # -k, without candidates
     decided)
       first=$(first_policy_of decided)
       two_rounds $first
@@ -118,6 +121,7 @@ two_rounds() {  # METHOD
       mkdir -p $dir
       stage $dir/train.jsonl cat $first_dir/train.jsonl $first_dir/again-$first/train.jsonl
       first_round $first ;;
+    *-rft) second=rft; second_round rft ;;
     *) second_round $1 ;;
   esac
   test_policies $second
