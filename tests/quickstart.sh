@@ -7,8 +7,8 @@
 #   SEED=1 R=runs/seed1 bash tests/quickstart.sh
 #
 # If it is interrupted, run it again: finished models are kept. Choose another R (the directory of
-# the run) if you change SEED, N (tasks) or DEMOS (demonstrations). Results depend on these alone,
-# because every random draw is seeded, not on which process is faster.
+# the run) if you change SEED, N (tasks), DEMOS (demonstrations) or the scripts. On one machine
+# results depend on these alone, because every random draw is seeded, not on which process is faster.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 SEED=${SEED:-0} N=${N:-400} DEMOS=${DEMOS:-8000} R=${R:-runs}

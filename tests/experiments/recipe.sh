@@ -19,8 +19,8 @@
 #                policy's episodes (`trained`, with --nll_coef 1), and ranks its candidates
 #   decided      eq3, or untrained if that critic orders more trajectory pairs; without its second
 #                round, if it orders fewer than two thirds of that round's pairs (lessons.py)
-#   METHOD-rft   the second round is RFT, on the first policy's solved episodes. It needs no
-#                candidates, so name METHOD, which may need them, before METHOD-rft
+#   METHOD-rft   the second round is RFT, on the first policy's solved episodes. It samples no
+#                candidates, so list these methods last
 #   METHOD-all   the second round trains as the first one did, anew, on the episodes of both
 # compare.sh's and real_model.sh's first lines say how to run less. Tables go to stderr, numbers to
 # runs/recipe.jsonl.
@@ -68,7 +68,7 @@ first_policy_of() {  # METHOD: prints the name of its policy of the first round
       untrained=$(pairs_ordered untrained)
       eq3=$(pairs_ordered eq3)
       if ((untrained > eq3)); then echo untrained; else echo eq3; fi ;;
-    recipe)
+    recipe*)
       stage $dir/scored-untrained.jsonl scored_by untrained $dir/train.jsonl
       if orders_enough_pairs $dir/untrained.log; then echo untrained; else echo eq3-mix1; fi ;;
     *) echo ${1%-@(all|rft)} ;;
