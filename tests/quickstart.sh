@@ -19,7 +19,7 @@ pids=()
 step() { printf '%4d s  %s\n' $SECONDS "$*" >&3; }
 finish() {
     local code=$?
-    kill $(jobs -p) 2> /dev/null || true
+    for pid in ${pids[@]}; do kill -- -$pid || true; done
     ((code == 0)) || tail -n 5 $R/quickstart.log >&3
 }
 trap finish EXIT
@@ -55,7 +55,7 @@ explore_half() {
 }
 try() { episodes --model $R/$1 < $R/tasks.jsonl > $R/test-$1.jsonl; }   # on the test tasks
 # Runs a command in the background. wait_for_all ends the script if such a command has failed.
-beside() { "$@" & pids+=($!); }
+beside() { set -m; "$@" & set +m; pids+=($!); }   # -m: in a process group, which finish() kills
 wait_for_all() { for pid in "${pids[@]}"; do wait $pid; done; pids=(); }
 
 python tests/toy.py tasks --n $N --seed $SEED > $R/train-tasks.jsonl
@@ -70,28 +70,24 @@ policy --loss rft --all 1 --model $R/tiny --lr 3e-3 --out $R/base < $R/demos.jso
 step "episodes of the agent: training data, half of them with 16 candidates at every turn"
 explore base train --candidates 16 --candidates_share 0.5
 
-step "SWEET-RL: stage 1 trains the critic and scores every message, stage 2 trains the policy;"
+step "SWEET-RL, stage 1: the critic is trained, and scores every message;"
+step "beside it the agent itself, untrained, scores them, too"
+beside python train_critic.py --untrained 1 --model $R/base < $R/train.jsonl > $R/untrained.jsonl
+python train_critic.py --seed $SEED --model $R/base --out $R/critic --beta 1 --nll_coef 0.3 \
+    --lr 4e-4 --batch_size 16 < $R/train.jsonl > $R/trained.jsonl
+wait_for_all
+scored=$(python tests/experiments/choose_critic.py $R/trained.jsonl $R/untrained.jsonl 2>&3)
+
+step "stage 2: the policy is trained on $scored;"
 step "beside it the agent's test, and a rival: the agent fine-tuned on what it solved (RFT)"
 rival() {
     rft --model $R/base --out $R/rft < $R/train.jsonl
     try rft
     try base
-    python train_critic.py --untrained 1 --model $R/base < $R/train.jsonl > $R/untrained.jsonl
 }
 beside rival
-python train_critic.py --seed $SEED --model $R/base --out $R/critic --beta 1 --nll_coef 0.3 \
-    --lr 4e-4 --batch_size 16 < $R/train.jsonl | tee $R/scored.jsonl |
-    dpo --model $R/base --out $R/sweet > /dev/null
+dpo --model $R/base --out $R/sweet < $scored > /dev/null
 wait_for_all
-
-for f in scored untrained; do
-    python tests/experiments/lessons.py < $R/$f.jsonl > $R/lessons-$f.json
-done
-ordered() {
-    sed -E 's/.*"trajectory_pairs": ([0-9]+), "ordered": ([0-9]+).*/\2 of \1/' $R/lessons-$1.json
-}
-step "trajectory pairs that the critic orders correctly: $(ordered scored);"
-step "the agent itself, as an untrained critic: $(ordered untrained)"
 
 step "second round: SWEET-RL's policy, fine-tuned on those of its own episodes that it solved;"
 step "beside it the same for the rival"
@@ -105,12 +101,12 @@ second_rival() {
 beside second_rival
 rft --model $R/sweet --out $R/sweet2 < $R/again.jsonl
 try sweet2
-python train_critic.py --score $R/critic < $R/again.jsonl > $R/scored-again.jsonl
+python train_critic.py --score $R/critic < $R/again.jsonl > $R/trained-again.jsonl
 wait_for_all
 
 step "the training episodes of both rounds, with the critic's credit for every message"
-python tests/experiments/report.py --logprob_weight 0.1 base=$R/scored.jsonl \
-    sweet=$R/scored-again.jsonl > $R/report.html
+python tests/experiments/report.py --logprob_weight 0.1 base=$R/trained.jsonl \
+    sweet=$R/trained-again.jsonl > $R/report.html
 
 step "done; open $R/report.html in a browser. Tests passed and tasks solved, with 95 % intervals:"
 python evaluate.py $R/test-{base,rft,rft2,sweet,sweet2}.jsonl 2>&3 > $R/results.jsonl

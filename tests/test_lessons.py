@@ -1,16 +1,17 @@
-"""tests/experiments/lessons.py, on scored records made by hand and by chance."""
+"""tests/experiments/lessons.py and choose_critic.py, on scored records made by hand and by chance."""
 import itertools
 import json
 import math
 import random
 import re
+from pathlib import Path
 
 import numpy as np
 import pytest
 
 import train_policy
 from colbench import ANSWER
-from conftest import dialogue, lines, read_by, records, stdin_of, succeed
+from conftest import dialogue, lines, read_by, records, script, stdin_of, succeed
 from experiments import lessons
 from model import turn_actions
 
@@ -149,3 +150,68 @@ def test_records_without_scores_are_an_error():
     with stdin_of(given), pytest.raises(SystemExit, match="as train_critic.py adds it"):
         lessons.main(lessons.get_args([]))
     assert records(lines(given)) == given
+
+
+# --- choose_critic.py -----------------------------------------------------------------------------
+
+def scored_again(given, seed):
+    """The same episodes with other advantages, of which few values make ties likely."""
+    r, given = random.Random(seed), json.loads(json.dumps(given))
+    for record in given:
+        for _, actions in turn_actions(record):
+            for action in actions:
+                action["advantage"] = r.choice([-1.0, 0.0, 1.0])
+    return given
+
+
+def count(given):
+    """(pairs ordered right, pairs), of a task's first solved trajectory with each unsolved one."""
+    right = n = 0
+    for task in {record["task"]["id"] for record in given}:
+        sums = {reward: [sum(m["advantage"] for m in record["dialogue_history"] if "advantage" in m)
+                         for record in given
+                         if record["task"]["id"] == task and (record["reward"] == 1) == reward]
+                for reward in (True, False)}
+        for other in sums[False] if sums[True] else ():
+            right, n = right + (sums[True][0] > other), n + 1
+    return right, n
+
+
+def test_the_critic_that_orders_most_pairs_is_chosen(tmp_path):
+    tied, winners = 0, set()
+    for seed in range(8):
+        given = some_episodes(seed)
+        names = [f"{tmp_path}/{seed}-{critic}.jsonl" for critic in "abc"]
+        counts = []
+        for number, name in enumerate(names):
+            scored = scored_again(given, f"{seed} {number}")
+            with open(name, "w") as f:
+                f.write(lines(random.Random(number).sample(scored, len(scored))
+                              if number == 2 else scored))
+            counts.append(count(records(Path(name).read_text())))
+        done = succeed("tests/experiments/choose_critic.py", *names)
+        best = [right for right, _ in counts].index(max(counts)[0])
+        assert done.stdout == names[best] + "\n"
+        assert done.stderr.splitlines() == [
+            f"{name} orders {right} of {n} trajectory pairs correctly"
+            for name, (right, n) in zip(names, counts)]
+        winners.add(best)
+        tied += [right for right, _ in counts].count(max(counts)[0]) > 1
+    assert tied and len(winners) > 1
+
+
+@pytest.mark.parametrize("change, error", [
+    (lambda given: given[:-1], "have different episodes"),
+    (lambda given: given[:-1] + [{**given[-1], "sample": 7}], "have different episodes"),
+    (lambda given: [{**record, "reward": 0.0} for record in given], "no trajectory pairs with"),
+    (lambda given: [{**record, "dialogue_history": dialogue("f", "ask", "reply")}
+                    for record in given], "no trajectory pairs with advantages"),
+    (None, "No such file")])
+def test_nothing_is_chosen_of_critics_that_cannot_be_compared(change, error, tmp_path):
+    given = some_episodes(0)
+    names = [f"{tmp_path}/a.jsonl", f"{tmp_path}/b.jsonl"]
+    Path(names[0]).write_text(lines(given))
+    if change:
+        Path(names[1]).write_text(lines(change(given)))
+    done = script("tests/experiments/choose_critic.py", *names)
+    assert done.returncode == 1 and done.stdout == "" and error in done.stderr

@@ -4,7 +4,6 @@
 import glob
 import importlib.util
 import inspect
-import json
 import math
 import os
 import re
@@ -491,32 +490,27 @@ def test_the_orders(folder, monkeypatch):
     assert said.count("pair accuracy") == 2
 
     # recipe.sh takes these episodes and scores on to its second round
-    (seed / "spelled" / "untrained.log").write_text("pair accuracy 66.7 % (120 pairs\n")
-    methods = ["recipe", "decided", "decided-rft", "rft"]
+    methods = ["untrained", "recipe", "eq3-rft", "rft"]
     run(f"{small} METHODS='{' '.join(methods)}' bash tests/experiments/recipe.sh spelled", folder)
     results = records((seed.parent / "recipe.jsonl").read_text())
     assert [r["system"] for r in results] == [*(f"{m}-2" for m in methods), *methods, "base"]
     part = seed / "spelled"
-
-    def lessons(scored):
-        return json.loads((part / f"{scored}.lessons").read_text())
-
-    ordered = {critic: lessons(f"scored-{critic}")["ordered"] for critic in ("untrained", "eq3")}
-    critic = "untrained" if ordered["untrained"] > ordered["eq3"] else "eq3"
-    again = {"untrained": "scored-untrained", "eq3": "scored-eq3-again"}[critic]
-    again = lessons(f"again-{critic}/{again}")
-    stops = 3 * again["ordered"] < 2 * again["trajectory_pairs"]
-    for copy, of in [("test-decided", f"test-{critic}"), ("test-decided-rft", f"test-{critic}"),
-                     ("test-decided-2", f"test-{critic}" + "-2" * (not stops)),
-                     ("test-decided-rft-2", f"again-{critic}/test-rft")]:
+    scores = [f"{part}/scored-{critic}.jsonl" for critic in ("eq3", "untrained")]
+    chosen = succeed("tests/experiments/choose_critic.py", *scores).stdout.strip()
+    critic = ["eq3", "untrained"][scores.index(chosen)]
+    for copy, of in [("test-recipe", f"test-{critic}"), ("test-eq3-rft", "test-eq3"),
+                     ("test-recipe-2", f"again-{critic}/test-rft"),
+                     ("test-eq3-rft-2", "again-eq3/test-rft"),
+                     ("test-untrained-2", "again-untrained/test-untrained"),
+                     ("test-rft-2", "again-rft/test-rft")]:
         assert (part / f"{copy}.jsonl").read_text() == (part / f"{of}.jsonl").read_text()
-    flags = metrics(part / f"again-{critic}" / "rft")[0]["args"]
-    assert flags["loss"] == "rft" and Path(flags["model"]).name == critic
-    for name, with_candidates in ("again-untrained", True), ("again-rft", False):
-        episodes = records((part / name / "train.jsonl").read_text())
-        assert with_candidates == any("candidates" in message for r in episodes
-                                      for message in colbench.agent_messages(r))
-    assert "trained on" in (seed / "spelled" / "again-untrained" / "trained.log").read_text()
+    for first in "eq3", "rft":
+        flags = metrics(part / f"again-{first}" / "rft")[0]["args"]
+        assert flags["loss"] == "rft" and Path(flags["model"]) == Path("runs/seed0/spelled", first)
+    for first in "untrained", "eq3", "rft":
+        episodes = records((part / f"again-{first}" / "train.jsonl").read_text())
+        assert (first == "untrained") == any("candidates" in message for r in episodes
+                                             for message in colbench.agent_messages(r))
 
 
 def test_the_real_models_episodes_resume_with_one_half_complete(folder):
@@ -532,17 +526,3 @@ def test_the_real_models_episodes_resume_with_one_half_complete(folder):
     (runs / "test.1.done").unlink()
     again = records(run(command, folder).stdout)
     assert len(first) == 6 and sorted(map(key_of, again)) == sorted(map(key_of, first))
-
-
-@pytest.mark.parametrize("percent, untrained", [("100.0", 1), ("66.7", 1), ("66.6", 0), ("9.1", 0),
-                                                (None, 0)])
-def test_the_recipe_trains_its_first_critic_if_the_untrained_one_orders_too_few(
-        percent, untrained, tmp_path):
-    """By train_critic.py's messages, which name no figure if there are no pairs."""
-    log = tmp_path / "untrained.log"
-    line = f"pair accuracy {percent} % (120 pairs" if percent else "no pair accuracy, as there are"
-    log.write_text(f"120 trajectories\n{line}\n")
-    recipe = Path(ROOT, "tests/experiments/recipe.sh").read_text()
-    function = re.search(r"^orders_enough_pairs\(\) \{.*?^\}", recipe, re.M | re.S)[0]
-    done = subprocess.run(["bash", "-c", f"{function}\norders_enough_pairs {log}"])
-    assert done.returncode == 1 - untrained

@@ -12,7 +12,7 @@ N=${N:-100} TESTS=${TESTS:-100} DEMOS=${DEMOS:-1000}  # tasks, test tasks, demon
 enter_orders() {  # makes the copy of the scripts, goes there, and writes the test tasks
   mkdir -p runs/orders/runs runs/orders/tests/experiments
   cp *.py tests/{toy,experiments/orders}.py runs/orders
-  cp tests/experiments/lessons.py runs/orders/tests/experiments
+  cp tests/experiments/{lessons,choose_critic}.py runs/orders/tests/experiments
   cd runs/orders
   sed -i '/^ENVIRONMENTS = /a import orders' *.py
   stage runs/tests.jsonl python orders.py tasks --seed 1000 --n $TESTS

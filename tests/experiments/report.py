@@ -1,7 +1,7 @@
 """Writes a self-contained HTML page that shows systems' episodes, task by task, side by side.
 
     python tests/experiments/report.py base.jsonl sweet=a.jsonl,b.jsonl > report.html
-    python tests/experiments/report.py --logprob_weight 0.1 runs/scored.jsonl > report.html
+    python tests/experiments/report.py --logprob_weight 0.1 runs/trained.jsonl > report.html
 
 Systems are named as for evaluate.py. Messages that a critic has scored are coloured by their
 advantage. A turn's candidates are ranked as train_policy.py ranks them, with a line between the
