@@ -495,9 +495,9 @@ def test_the_orders(folder, monkeypatch):
     results = records((seed.parent / "recipe.jsonl").read_text())
     assert [r["system"] for r in results] == [*(f"{m}-2" for m in methods), *methods, "base"]
     part = seed / "spelled"
-    scores = [f"{part}/scored-{critic}.jsonl" for critic in ("eq3", "untrained")]
-    chosen = succeed("tests/experiments/choose_critic.py", *scores).stdout.strip()
-    critic = ["eq3", "untrained"][scores.index(chosen)]
+    scored = f"{part}/scored-{{eq3,untrained}}.jsonl"
+    chosen = run(f"python tests/experiments/choose_critic.py {scored}", folder / "runs" / "orders")
+    critic = re.search(r"scored-(\w+)\.jsonl\n$", chosen.stdout)[1]
     for copy, of in [("test-recipe", f"test-{critic}"), ("test-eq3-rft", "test-eq3"),
                      ("test-recipe-2", f"again-{critic}/test-rft"),
                      ("test-eq3-rft-2", "again-eq3/test-rft"),
