@@ -8,8 +8,8 @@
 #
 # While collecting, half of the GPUs serve the human, unless HUMAN is a server's address, and half
 # the agent. Prints a table to stderr. Downloads to data/, writes all else to runs8/. Rerun it if it
-# is killed. It has not been run on GPUs yet. An earlier form of one round ran on a CPU with GPUS=2, a
-# tiny MODEL and toy tasks.
+# is killed. It has not been run on GPUs yet, only on a CPU with GPUS=2, six toy tasks, a tiny MODEL
+# and vLLM's CPU build (which needed --max-num-batched-tokens 32768, or failed on seeded requests).
 #
 # In both rounds every method has 15,000 episodes. The second round is RFT, on what the policies of
 # the first one solve (RESULTS.md, "SWEET-RL, then RFT").
