@@ -1,12 +1,12 @@
-"""Chooses the critic to train a policy with, by RESULTS.md's "One number decides".
+"""Chooses the critic to train a policy with, by RESULTS.md's "One number to choose by".
 
     python train_critic.py --model M --out runs/critic < graded.jsonl > trained.jsonl
     python train_critic.py --model M --untrained 1 < graded.jsonl > untrained.jsonl
     scored=$(python tests/experiments/choose_critic.py trained.jsonl untrained.jsonl)
     python train_policy.py --model M --out runs/policy < $scored
 
-The files hold the same episodes, each with another critic's scores. Prints to stdout the name of the
-file whose scores order more trajectory pairs correctly (of equals the first), and all counts to
+The files hold the same episodes, each with another critic's scores. Prints to stdout the name of
+the file whose scores order more trajectory pairs correctly (of equals the first), and all counts to
 stderr. A pair is ordered correctly if the better trajectory's advantages have the larger sum.
 """
 import sys
