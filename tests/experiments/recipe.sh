@@ -70,9 +70,11 @@ two_rounds() {  # METHOD, whose test results are test-METHOD and test-METHOD-2
   local first_dir=$dir dir=$dir base=$base first=${1%-rft} second
   local train_args=("${train_args[@]}")
   if [ $1 = recipe ]; then first=$(better_critic); fi
-  second=$first
-  case $1 in recipe | *-rft) second=rft ;; esac
-  case $1 in recipe | rft | mtdpo | *-rft) train_args=("${train_args[@]:0:2}") ;; esac  # -k
+  case $1 in
+    recipe | *-rft) second=rft ;;
+    *) second=$first ;;
+  esac
+  case $second in rft | mtdpo) train_args=("${train_args[@]:0:2}") ;; esac  # no candidates
   first_round $first
   test_policies $first
   if [ $first != $1 ]; then cp $dir/test-$first.jsonl $dir/test-$1.jsonl; fi
