@@ -25,8 +25,6 @@ or packages beyond numpy and sympy; and comparing by ==, which an answer's own c
 """
 import __future__
 import _ast
-import builtins
-import codecs
 import collections.abc
 import contextlib
 import ctypes
@@ -54,14 +52,12 @@ from hashlib import sha256
 # `colbench.py serve` is a fork server of the sandbox (the last sections), which imports little
 SERVING = __name__ == "__main__" and sys.argv[1:2] == ["serve"]
 if not SERVING:
-    import ast
     import asyncio
     import concurrent.futures
     import html
     import io
     import queue
     import shutil
-    import statistics
     import subprocess
     import threading
     import time
@@ -407,21 +403,18 @@ def answered(record):
 
 
 def task_id(task):
-    """Returns the task's own id as text, else a hash of its content. 12, 12.0 and "12" are one id.
-
-    pandas writes a column of integers as floats if a value is missing.
-    """
-    own = task.get("id")
-    if own in (None, ""):
-        return digest(json.dumps(task_content(task), sort_keys=True))
-    if isinstance(own, float) and own.is_integer():
-        own = int(own)
-    return str(own)
+    """Returns the task's own id as text, else a hash of its content."""
+    return content_hash(task) if task.get("id") in (None, "") else str(task["id"])
 
 
 def task_content(task):
     """Returns all fields of a task but its id, with its kind even if that is not written."""
     return {**task, "id": None, "kind": task_kind(task)}
+
+
+def content_hash(task):
+    """Returns a hash that tasks of the same content share, whatever their ids."""
+    return digest(json.dumps(task_content(task), sort_keys=True))
 
 
 def settings(meta):
@@ -438,18 +431,14 @@ def read_records(stream, *fields, source="stdin", to_grade=False, to_train=False
     """Yields the records of a stream's lines; an invalid line is an error that names it.
 
     fields: what a record must have, besides its task's description and reference and, with
-    to_grade, what its grader needs. to_train rejects UNSUPPORTED fields and dialogues without a
-    message of the agent. seen: a Seen, which several streams may share.
+    to_grade, what its grader needs. to_train rejects dialogues without a message of the
+    agent. seen: a Seen, which several streams may share.
     """
     seen = seen or Seen(tasks={})
     for place, record in read_jsonl(stream, source):
         try:
             if "task" not in record and "problem_description" in record:
                 record = {"task": record}  # ColBench's published task files hold bare tasks
-            if record.keys() & {"rejected", "messages", "conversations"} and "task" not in record:
-                raise ValueError("this is a preference pair or a chat, convert it first: python "
-                                 "tests/experiments/preferences.py < FILE | train_policy.py --loss "
-                                 "mtdpo (chats: --loss rft)")
             check_record(record, fields, to_grade, to_train)
             seen.add_task(record["task"], place)
             seen.add_episode(record, place)
@@ -482,10 +471,8 @@ def check_record(record, fields, to_grade, to_train):
             value = value.get(key) if isinstance(value, dict) else None
         if value in (None, {}, []):
             raise ValueError(f"this record has no {path!r}")
-    if to_train:
-        reject_unsupported(record, history)
-        if not agent_messages(record):
-            raise ValueError("dialogue_history has no message of the agent")
+    if to_train and not agent_messages(record):
+        raise ValueError("dialogue_history has no message of the agent")
 
 
 TYPES = {  # Python counts true and false as ints
@@ -524,23 +511,6 @@ def check_dialogue(history, name):
                              "user or assistant")
     if history and history[0]["role"] == "assistant":
         raise ValueError(f"{name} starts with the assistant, not with a user or system message")
-
-
-UNSUPPORTED = {  # fields that would change the prompt or the loss, and what to do instead
-    "system": "make it a first message with the role system",
-    "input": "prompts are built from the messages: drop it if the first one has the "
-             "instructions, else put them there",
-    "reasoning_content": "put it into content as <think> ... </think>",
-    **dict.fromkeys(["tools", "tool_calls"], "for tools see TRL"),
-    **dict.fromkeys(["loss", "loss_mask", "weight", "train"], "every message has the same weight")}
-
-
-def reject_unsupported(record, messages):
-    """Raises ValueError if the record or one of its messages has an UNSUPPORTED field."""
-    for part in (record, *messages):
-        for name in UNSUPPORTED:
-            if part.get(name) not in (None, "", [], {}, 1):  # a weight of 1 (or true) is fine
-                raise ValueError(f"the field {name!r} is not supported: {UNSUPPORTED[name]}")
 
 
 class Seen:
@@ -589,138 +559,48 @@ def check_opening(record):
                     f"the task {task_id(task)}")
 
 
-PLACEHOLDERS = {  # what is filled into each prompt
-    "agent_prompt": ("{problem_description}", "{max_turns}", "{ANSWER}", "{OUTPUT}"),
-    "human_prompt": ("{problem_description}", "{hidden_information}", "{dialogue}")}
-
-
-def check_prompts(task, llm_human):
-    """Warns if a prompt hides the task from the agent or an LLM human, or is misspelled.
-
-    fill keeps a placeholder that it does not know, so a misspelled one would go unnoticed.
-    """
-    kind, name = environment(task), f"the task {task_id(task)}"
-    prompts = {"agent_prompt": task.get("agent_prompt") or kind.agent_prompt}
-    if task["problem_description"] not in first_message(task, 10)["content"]:
-        add_warning("tasks whose agent_prompt does not show the agent their problem_description",
-                    name)
-    if llm_human and kind.human_prompt:
-        prompts["human_prompt"] = kind.human_prompt
-        for needed in ("{hidden_information}", "{dialogue}"):
-            if needed not in kind.human_prompt and not kind.shows_pages:  # else pages show it
-                add_warning(f"tasks whose human_prompt does not show {needed} to the human", name)
-    for which, prompt in prompts.items():
-        for placeholder in re.findall(r"{\s*[^\W\d]\w*\s*}", prompt):
-            if placeholder not in PLACEHOLDERS[which]:
-                add_warning(f"times {which} has a placeholder that is not filled in; known are "
-                            f"{', '.join(PLACEHOLDERS[which])}", f"{placeholder} in {name}")
-
-
 # --- an LLM human's words -------------------------------------------------------------------------
 #
 # collect.py shows the agent only what an LLM human says in its own name, without quotes of the
 # reference. A reader of the method may skip this section.
 
 RENDER_FAILED_REPLY = "i can't see your page: {}"
-# A speaker's name, such as "You: ", "**Assistant:** " or "human (colleague): ", at the start of a
-# line. Later in a line it counts only behind a sentence, and with a capital letter.
-SPEAKER = re.compile(r"""
-    (?: ^[ ]?(?:[\#>]+[ ])?[*_\[]* | (?<=[.!?"')])(?P<in_line>[ ]+)[*_]*(?=[A-Z]) )
-    (?i: (?:(?:the|ai|human|simulated)[ ])?
-         (?: you|user|human|colleague | (?P<agent>assistant|agent|ai) ) )
-    (?: [ ]?\([^()\n]{1,40}\) )? [*_\]]*:[*_]* (?![a-z/:=])""", re.M | re.X)
+# A speaker's name at the start of a line, such as "You: ", "**Assistant:** " or "### Human:".
+HUMAN_NAME, AGENT_NAME = (
+    re.compile(rf"^ ?(?:[#>]+ )?[*_\[]*(?:the |ai )?(?:{names})[*_\]]*:[*_]*(?!\w)", re.M | re.I)
+    for names in ("you|user|human|colleague", "assistant|agent|ai"))
 
 
 def own_words(reply):
-    """Returns (what the human says in a reply, whether a name led it, whether others followed).
+    """Returns what the human says, of a reply that may continue the dialogue of human_prompt.
 
-    An LLM may continue the dialogue of human_prompt instead: "You: yes. Assistant: why? You: so."
-    The first words in the human's name are then its reply. Raises ValueError if there are none.
+    Of "You: yes.\nAssistant: why?\nYou: so" that is "yes." If the agent's message comes first, it
+    is what follows that.
     """
-    reply, names = reply.strip(), []
-    for name in SPEAKER.finditer(reply):
-        starts_line = name["in_line"] is None
-        follows_agent = bool(names) and names[-1]["agent"]  # else "There are two. You: 3 points"
-        if (starts_line or name["agent"] or follows_agent) and not is_quoted(reply, name.start()):
-            names.append(name)
-    if not names:
-        return reply, False, False
-    first, *others = names
-    if first.start() > 0:
-        return reply[:first.start()].rstrip(), False, True
-    ends = [*(name.start() for name in others), len(reply)]
-    texts = [reply[name.end():end].strip() for name, end in zip(names, ends)]
-    human = [text for name, text in zip(names, texts) if text and not name["agent"]]
-    said = human or [text for text in texts if text]  # some LLMs call themselves an assistant
-    if not said:
-        raise ValueError("the reply has only speakers' names")
-    return said[0], True, bool(others)
-
-
-def is_quoted(text, position):
-    """Whether a position of a text is in a code block, or in quotes of its line."""
-    line = text[:position].split("\n")[-1]
-    return bool(text.count("`", 0, position) % 2 or line.count('"') % 2)
-
-
-def quotes_in(reply, parts):
-    """Returns {quote: its parts}: what a reply has of consecutive parts of a text, however spaced.
-
-    A quote is without whitespace, and has 12 or more characters.
-    """
-    bare, quotes = "".join(reply.split()), {}
-    for start in range(len(parts)):
-        for end in range(start + 1, len(parts) + 1):
-            quote = "".join("".join(parts[start:end]).split())
-            if quote not in bare:
-                break
-            if len(quote) >= 12:
-                quotes[quote] = parts[start:end]
-    return quotes
+    own, *others = AGENT_NAME.split(reply.strip())
+    texts = HUMAN_NAME.split(own)
+    if not own and others:
+        texts = HUMAN_NAME.split(others[0])[1:] or others  # some LLMs call themselves an assistant
+    return next((text.strip() for text in texts if text.strip()), "")
 
 
 def redact(reply, task):
-    """Replaces what the reply quotes of the reference or the hidden information by "[...]".
+    """Replaces lines of the reference that the reply quotes by "[...]", however they are spaced.
 
-    Quotes are of whole lines or sentences. As the human must be able to tell a fact, a reply may
-    quote one line of a task's own hidden information, if it is not code and there are others.
+    A quote is of one line or of several in sequence, and has 12 or more characters.
     """
-    for text in (hidden_information(task), task["ground_truth"]):
-        parts = [part for part in re.split(r"\n|(?<=[.!?])\s+", text) if part.strip()]
-        quotes = quotes_in(reply, parts)
-        quoted = sum(quotes.values(), [])
-        is_fact = len(quoted) == 1 and len(parts) > 1 and not is_code(quoted[0])
-        if text == task["ground_truth"] or not is_fact:
-            for quote in sorted(quotes, key=len, reverse=True):
-                reply = re.sub(r"\s*".join(map(re.escape, quote)), "[...]", reply)
+    lines = ["".join(line.split()) for line in task["ground_truth"].split("\n") if line.strip()]
+    bare, quotes = "".join(reply.split()), []
+    for start in range(len(lines)):
+        for end in range(start + 1, len(lines) + 1):
+            quote = "".join(lines[start:end])
+            if quote not in bare:
+                break
+            if len(quote) >= 12:
+                quotes.append(quote)
+    for quote in sorted(quotes, key=len, reverse=True):
+        reply = re.sub(r"\s*".join(map(re.escape, quote)), "[...]", reply)
     return reply
-
-
-# What shows that a line which Python can parse is code, and not a word or a fact such as rate = 4.
-OPERATION = re.compile(r"""
-    [<>] | [-+*/%|&=!]=                             # x < 5, x == y, x *= 2
-    | [\w)\]][(\[]                                  # f(x), x[0], unlike "Height (cm)"
-    | ^(def|if|for|while)\b | \bif\b.*\belse\b
-    | ^return\b.*([^\W\d][_.\d]|f')                 # return total_price, unlike "return the"
-    | \bis\ (not\ )?None\b
-    | ['_(].*\bin\b | \bin\b.*['_(]                 # 'a' in letters, unlike "fee in euros"
-    | [^\W\d]\w*[)\]]*\ ([-+*/%]|//|\*\*)\  | '\ %\   # x - 1, unlike "20 % off" and "24 / 7"
-    | \ ([-+*/]|//|\*\*)\ [(\[]*[^\W\d]             # 1 - x
-    | [^\W\d]\w*[)\]]*[*+]\w | \d[*+][^\W\d] | \)[-+*/]  # x*2, 2*x, (x)*2
-    | _\w*[-/] | [-/]\w*_ | (?<![\w-])[a-z][-/]([a-z]|\d+)(?![\w-])  # x-1, unlike "t-shirt"
-    """, re.X)
-
-
-def is_code(line):
-    """Whether a line is Python that computes, compares, calls or controls."""
-    line = line.strip()
-    statement = f"{line} pass" if line.endswith(":") else line
-    try:
-        ast.parse(statement)
-    except (SyntaxError, ValueError):
-        return False
-    without_texts = re.sub(r"""("|').*?\1|#.*""", "''", line)
-    return bool(OPERATION.search(without_texts))
 
 
 # --- grading many records -------------------------------------------------------------------------
@@ -781,16 +661,11 @@ def grade_fields(grader, record, check):
     """Returns the fields that an environment gives a record; ValueError if none can hold them."""
     task, answer = private_copy([record["task"], record.get("answer")])
     fields = grader.check(task) if check else grader.grade(task, answer)
-    try:
-        check_shape(fields, RECORD)
-        if not 0 <= fields["reward"] <= 1:
-            raise ValueError("the reward is not between 0 and 1")
-    except (ValueError, LookupError) as e:
-        raise ValueError(f"its grade returned {str(fields)[:80]}: {e}") from None
+    check_shape(fields, RECORD)  # else the next stage would refuse the whole file
     return fields
 
 
-class GraderError(Exception):
+class GraderError(OSError):
     """The grader itself failed, which is never a verdict on an answer."""
 
 
@@ -822,30 +697,10 @@ class Pool:
 
 LIMITS = {
     "test": 1, "answer": 6,  # CPU seconds per test, per answer; references get three times as many
-    "sleep": 3,              # time used = max(CPU time, time asleep / 3): sleeping costs, too
     "code": 1 << 18}         # characters of an answer
-RERUNS = 40  # of a reference that may be random, with as many seeds
-VARIES = "its value varies between runs: it is random"
-CLOCK = "it reads a clock, so its value may change with the day"
+MAY_VARY = "its value may vary: it draws random numbers or reads a clock"
 BANNED_WORDS = ("import os", "from os", "import sys", "from sys", "sudo", "transformers", "exit(",
                 "quit(", "argparse")  # the released scorer gives reward 0 to answers with one
-
-
-FILES_PER_WORKER = 8  # most that a worker has open: three servers, and what one run needs
-
-
-def affordable_workers(workers):
-    """Raises the soft limit of open files to the hard one; returns how many workers that allows."""
-    hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
-    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
-    if hard == resource.RLIM_INFINITY:
-        return workers
-    used = len(os.listdir("/proc/self/fd")) + 16  # and some for everything else
-    affordable = max(1, (hard - used) // FILES_PER_WORKER)
-    if affordable < workers:
-        say(f"warning: {affordable} instead of {workers} workers, because at most {hard} files "
-            "may be open (see ulimit -Hn)")
-    return min(workers, affordable)
 
 
 class Grader(Closing):
@@ -866,7 +721,8 @@ class Grader(Closing):
     def __init__(self, rules="honest", workers=2):
         self.official = rules == "official"
         self.expected = {}  # {digest of a reference and its tests: its results}
-        workers = affordable_workers(workers)
+        hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))  # a worker has up to 8 files open
         self.workers = [{} for _ in range(workers)]  # a worker is {row of SERVERS: ForkServer}
         self.pool = Pool(self.workers)
         self.results("", ["0"])  # raises GraderError here if the sandbox does not work
@@ -906,39 +762,21 @@ class Grader(Closing):
 
     def check(self, task):
         """Returns grade's fields for the reference as an answer, whose values must never vary."""
-        reference, tests = task["ground_truth"], list(task["test_cases"].values())
-        source = "\n".join([reference, *tests])
-        if READS_CLOCK.search(source):
-            return with_reward(task, [CLOCK] * len(tests))
-        fields = self.grade(task, reference)
-        if fields["reward"] == 1 and MAY_BE_RANDOM.search(source):
-            runs = [self.results(reference, tests, 3, seed) for seed in range(RERUNS)]
-            return with_reward(task, ["pass" if len(set(results)) == 1 else VARIES
-                                      for results in zip(*runs)])
-        # a wrong value is another one than the same program has just returned
-        return with_reward(task, [VARIES if text == "wrong value" else text
-                                  for text in fields["tests"].values()])
+        tests = list(task["test_cases"].values())
+        if RANDOM_OR_CLOCK.search("\n".join([task["ground_truth"], *tests])):
+            return with_reward(task, [MAY_VARY] * len(tests))
+        return self.grade(task, task["ground_truth"])
 
-    def results(self, text, tests, time_factor=1, seed=None):
-        """Returns a result per test, see ForkServer.run. time_factor multiplies the time limits.
-
-        seed: of the random numbers and memory addresses; None: by chance, in each child.
-        """
+    def results(self, text, tests, time_factor=1):
+        """Returns a result per test, see ForkServer.run. time_factor multiplies the time limits."""
         results, seconds_left = [], LIMITS["answer"] * time_factor
         source = "\n".join([text, *tests])
         row = next(i for i, (pattern, _) in enumerate(SERVERS) if re.search(pattern, source))
-        tests_per_child = len(tests)
-        if "import" in source and CHANGES_STATE.search(source):
-            tests_per_child = 1
         with self.pool.acquire() as servers:
             while len(results) < len(tests) and seconds_left > 0:  # rerun if a child ends early
-                request = {"text": text, "tests": tests[len(results):][:tests_per_child],
-                           "official": self.official, "seed": seed}
+                request = {"text": text, "tests": tests[len(results):], "official": self.official}
                 new, seconds = self.run(servers, row, request, time_factor, seconds_left)
                 seconds_left -= seconds
-                if row and new[-1] == NEEDS_CODECS:  # servers of the rows above have them
-                    new.pop()
-                    row -= 1
                 results += new
         return results + ["timeout"] * (len(tests) - len(results))
 
@@ -1010,32 +848,13 @@ sympy.discrete sympy.integrals sympy.logic sympy.matrices.expressions.applyfunc
 sympy.physics.units sympy.polys sympy.sets sympy.stats sympy.tensor.array.array_derivatives
 sympy.vector""".split()
 # (pattern, modules of a fork server). The first row whose pattern occurs in the answer or its tests
-# is used, because forking with fewer modules is up to ten times as fast. A child that looks for a
-# codec which it lacks sends NEEDS_CODECS and ends; then the row above runs the answer.
+# is used, because forking with fewer modules is up to ten times as fast.
 EXTRAS = "|".join({name.partition(".")[0] for name in EXTRA_MODULES})  # numpy|sympy
 SERVERS = [(EXTRAS, LIBRARY + EXTRA_MODULES), ("import", LIBRARY),
-           ("", ["_pylong", "unicodedata"])]  # for huge integers and "\N{...}"
-# What may change the state of a library, such as decimal's precision or numpy's handling of errors.
-# A program that imports something and has such a text runs each test in a child of its own, else
-# one test would change the values of the next.
-CHANGES_STATE = re.compile(r"""
-    (?<!\bself)\.\w+(\[[^]\n]{,99}\])?\s*[-+*/%|&]*=(?!=)  # a.b = c, a.b[c] += d
-    | \b(set(?!default\()\w+|\w*seed|(un)?register\w*|reset\w*|(en|dis)able)\(
-    | \b(signal|alarm|tzset)\(
-    | \b(environ|putenv|chdir|getcontext|filterwarnings|simplefilter|basicConfig|addHandler)\b
-    | \b(add_type|field_size_limit|global_assumptions|__dict__|__builtins__)\b
-    | \bsys\.(path|meta_path|modules|argv)\. | std(in|out|err) | \bdel\ \w+\.
-    """, re.X)
-# A reference or test that may be random or depend on memory addresses runs with RERUNS seeds.
-MAY_BE_RANDOM = re.compile(r"rand|secrets|uuid|tempfile|\bid\(|\bhash\(")
-# One that reads a clock, so that its value may change with the day.
-READS_CLOCK = re.compile(r"""
-    \.(now|utcnow|today)\b | \bclock_gettime | \bdatetime64\(\s*['"](now|today)
-    | \b(time_ns|(monotonic|perf_counter)(_ns)?|localtime|gmtime|ctime|asctime)\(\s*\)
-    # time() and strftime(format) are functions of `time`; t.time() and t.strftime(format) are not
-    | (?<![\w.])(time\.)?(time\(\s*\)|strftime\([^,()]*\))
-    | \btime\ as\b  # by another name
-    """, re.X)
+           ("", ["_pylong", "unicodedata", "encodings"])]  # what needs no import: str(2 ** 99999)
+# A reference or test that may draw random numbers, depend on memory addresses or read a clock.
+RANDOM_OR_CLOCK = re.compile(r"\b(random|randMatrix|urandom|secrets|uuid[14])\b|\b(id|hash)\("
+                             r"|\.(now|utcnow|today)\b|\b(import|from) +time\b|datetime64\('[nt]")
 
 
 # --- backend: fork servers ------------------------------------------------------------------------
@@ -1079,7 +898,7 @@ class ForkServer:
             while len(results) < len(request["tests"]):
                 result = receive(result_socket, time_used, min(total, time_used() + per_test))
                 results.append(result)
-                if isinstance(result, str) or result == NEEDS_CODECS:
+                if isinstance(result, str):
                     break  # the child has ended
             seconds = time_used()
         self.control.sendall(b"k")
@@ -1102,26 +921,13 @@ def receive(result_socket, time_used, limit):
 
 
 def stopwatch(pid):
-    """Returns time_used(), the seconds that a process is charged: of CPU, or a third of its sleep.
+    """Returns time_used(), the seconds that a process is charged: of CPU, or a tenth of all time.
 
-    It does not depend on how busy the machine is, because waiting for a CPU is no sleep.
+    So on a busy machine a right answer still has its time, and one that sleeps comes to an end.
     """
     started = time.monotonic()
     clock = (~pid << 3) | 2  # Linux's id of another process's CPU clock
-    schedstat = pathlib.Path(f"/proc/{pid}/schedstat")
-
-    def time_used():
-        cpu, wall = time.clock_gettime(clock), time.monotonic() - started
-        if wall <= 0.1 + LIMITS["sleep"] * cpu:  # it can't have slept for so long that this counts
-            return cpu
-        asleep = 0.3 * wall  # of a kernel that does not tell
-        with contextlib.suppress(OSError):
-            ran, waited = map(int, schedstat.read_text().split()[:2])  # nanoseconds
-            if ran:
-                asleep = wall - cpu - waited / 1e9
-        return max(cpu, asleep / LIMITS["sleep"])
-
-    return time_used
+    return lambda: max(time.clock_gettime(clock), (time.monotonic() - started) / 10)
 
 
 # --- frontend: pages are rendered by a browser without network access -----------------------------
@@ -1368,38 +1174,24 @@ def get_args(argv=None):
 
 def grade(args, emit):
     """Adds the reward to records with a task and an answer."""
-    rewards, failures = collections.defaultdict(list), collections.Counter()  # by task id
-    labels, broken = set(), set()  # broken: tasks whose own reference fails
+    n_graded, broken = 0, set()
     try:
         for record in grade_records(read_records(sys.stdin, "answer", to_grade=True), args):
             emit(record)
-            name, label = task_id(record["task"]), environment(record["task"]).reward_name
-            rewards[name].append(record["reward"])
-            failures[name] += "failure" in record
-            labels.add(f"{label} by {record.get('reward_by', 'own rules')}")
+            n_graded += 1
             if reference_failed(record):
-                broken.add(name)
+                broken.add(task_id(record["task"]))
     finally:  # also if other records could not be graded
-        print_mean_reward(rewards, failures, labels, broken)
+        say(f"graded {n_graded} answers")
+        if broken:
+            say(f"warning: the own reference of {len(broken)} tasks fails, so that no answer can "
+                "have reward 1; drop them by colbench.py check")
 
 
 def reference_failed(record):
     """Whether a graded record says that the task's own reference fails."""
     texts = [record.get("failure", ""), *record.get("tests", {}).values()]
     return any(text.startswith(("the reference: ", "no expected value: ")) for text in texts)
-
-
-def print_mean_reward(rewards, failures, labels, broken):
-    """Prints the mean over tasks, as evaluate.py does, without broken tasks; see grade()."""
-    left_out = sum(len(rewards.pop(name)) for name in broken)
-    if rewards:
-        mean = statistics.fmean(map(statistics.fmean, rewards.values()))
-        say(f"graded {sum(map(len, rewards.values()))} answers: {100 * round(mean, 4):.1f} % "
-            f"{', '.join(sorted(labels))} (mean over tasks); "
-            f"{sum(failures[name] for name in rewards)} with a failure")
-    if broken:
-        say(f"warning: left out of this mean are {left_out} answers to {len(broken)} tasks whose "
-            "own reference fails; drop them by colbench.py check")
 
 
 def check(args, emit):
@@ -1439,7 +1231,6 @@ def main(args):
 
 MEMORY = 1 << 30     # bytes of a child's address space
 RESULT_BYTES = 200   # most of a result
-NEEDS_CODECS = b"needs codecs"  # result of a child that looks for a codec which it lacks
 LIBC = ctypes.CDLL(None, use_errno=True)
 
 
@@ -1524,30 +1315,17 @@ def run_child(result_fd, request_fd, devnull, server, bpf):
         os.write(result_fd, b"confined %d" % os.getpid())
         with open(request_fd, closefd=False) as f:
             request = json.load(f)
-        seed_random(request["seed"])
-        if request["seed"] is not None:  # objects get other addresses, as id() shows
-            earlier_objects = [object() for _ in range(100 * request["seed"])]  # noqa: F841
-        ask_for_codecs(result_fd)
+        seed_random()
         run_tests(request, result_fd)
     finally:
         os._exit(0)
 
 
-def seed_random(seed):
-    """Seeds the random numbers of this child; None: by chance, not as they are in the server."""
+def seed_random():
+    """Seeds the random numbers of this child by chance, not as they are in the server."""
     for name in ("random", "numpy.random", "sympy.core.random"):
         if name in sys.modules:
-            sys.modules[name].seed(seed)
-
-
-def ask_for_codecs(result_fd):
-    """Ends this child with NEEDS_CODECS as soon as it looks for a codec that it lacks."""
-    def send_and_exit(name):
-        os.write(result_fd, NEEDS_CODECS)
-        os._exit(0)
-
-    if "encodings.cp1252" not in sys.modules:  # else all codecs are loaded
-        codecs.register(send_and_exit)
+            sys.modules[name].seed()
 
 
 def run_tests(request, result_fd):
@@ -1558,7 +1336,7 @@ def run_tests(request, result_fd):
         if official:
             programs = [Program(text)]
         else:
-            programs = read_programs(text, tests)
+            programs = read_programs(text)
     except BaseException as e:
         error = e
     for test in tests:
@@ -1607,8 +1385,6 @@ def run_test(programs, test, official):
 
 INVISIBLE = {**dict.fromkeys([0x0D, 0xAD, *range(0x200B, 0x2010), 0x2060, 0xFEFF]),  # deleted
              **dict.fromkeys([0xA0, *range(0x2000, 0x200B), 0x202F, 0x3000], " ")}  # spaces
-FUNCTIONS = _ast.FunctionDef, _ast.AsyncFunctionDef, _ast.ClassDef
-IMPORTS = _ast.Import, _ast.ImportFrom
 
 
 class Program:
@@ -1622,9 +1398,9 @@ class Program:
         """Its statements, as syntax trees."""
         return compile(self.text, "<answer>", "exec", _ast.PyCF_ONLY_AST).body
 
-    def keep(self, statements):
-        """Reduces the program to some of its statements."""
-        self.code, self.statements = self.compile(statements), statements
+    def has_functions(self):
+        functions = _ast.FunctionDef, _ast.AsyncFunctionDef, _ast.ClassDef
+        return any(isinstance(node, functions) for node in self.statements)
 
     def compile(self, statements):
         flags = self.code.co_flags & __future__.annotations.compiler_flag
@@ -1649,15 +1425,19 @@ class Program:
         return unfinished[1:]  # the first one failed
 
 
-def read_programs(answer, tests):
-    """Returns the programs of an answer: the whole, else each fenced block that is Python."""
+def read_programs(answer):
+    """Returns the programs of an answer: the whole, else each fenced block that is Python.
+
+    Blocks after the last one with a function are left out: they show its use.
+    """
     try:
         return [read_program(answer)]
     except Exception as e:  # it is not Python
         programs = fenced_programs(answer)
         if not programs:
             raise e
-    reduce_later_programs(programs, tests)
+    while len(programs) > 1 and not programs[-1].has_functions():
+        programs.pop()
     return programs
 
 
@@ -1694,79 +1474,6 @@ def fenced_programs(answer):
         else:
             texts += [text[ends[0].end():], text[:ends[0].start()]]
     return programs
-
-
-def reduce_later_programs(programs, tests):
-    """Reduces the programs after the one that defines what the tests call to what they define.
-
-    So a loop, a benchmark or input() that shows how to use a function can't harm it. Kept are
-    imports, functions, assignments to variables that functions or tests use, and statements with
-    such variables, which may fill a table. A stub does not replace a function.
-    """
-    statements = [statement for program in programs for statement in program.statements]
-    functions = {node.name for node in statements if isinstance(node, FUNCTIONS)}
-    imports = names_in([node for node in statements if isinstance(node, IMPORTS)])
-    called = set(re.findall(r"(\w+)\(", "\n".join(tests)))
-    used = called.union(*(names_in_functions(program.code) for program in programs))
-    for node in reversed(statements):  # a variable is assigned before another one uses it
-        if isinstance(node, _ast.Assign) and used & names_in(node.targets):
-            used |= names_in([node])
-    variables = used - functions - imports - {*vars(builtins)}
-    known = set()  # names that the programs before define
-
-    def defines(node):
-        if isinstance(node, FUNCTIONS):
-            return not is_stub(node) or node.name not in known
-        if isinstance(node, _ast.Assign):
-            return used & names_in(node.targets)
-        return isinstance(node, IMPORTS) or variables & names_in([node])
-
-    for program in programs:
-        if known & called:
-            program.keep([node for node in program.statements if defines(node)])
-        known |= names_bound_by(program.statements)
-
-
-def names_in(nodes):
-    """Returns the names in a list of syntax trees, without those of attributes."""
-    names, rest = set(), [*nodes]
-    while rest:
-        node = rest.pop()
-        names |= {getattr(node, field, None) for field in ("id", "name", "asname")}
-        for field in getattr(node, "_fields", ()):  # ast.walk, but `ast` slows down forks
-            value = getattr(node, field, None)
-            rest += value if isinstance(value, list) else [value]
-    return names
-
-
-def names_bound_by(statements):
-    """Returns the names of the functions, and of the variables that are assigned to."""
-    functions = {node.name for node in statements if isinstance(node, FUNCTIONS)}
-    assignments = [node for node in statements if isinstance(node, _ast.Assign)]
-    return functions.union(*(names_in(node.targets) for node in assignments))
-
-
-def names_in_functions(code):
-    """Returns the names that a program's functions and classes use, but for local variables."""
-    named = [inner for inner in inner_codes(code) if inner.co_name[0] != "<"]  # unlike "<lambda>"
-    return set().union(*map(used_names, named))
-
-
-def used_names(code):
-    return {*code.co_names}.union(*map(used_names, inner_codes(code)))
-
-
-def inner_codes(code):
-    """Returns the codes of functions, classes and comprehensions within some code."""
-    return [constant for constant in code.co_consts if isinstance(constant, types.CodeType)]
-
-
-def is_stub(node):
-    """Whether a statement does nothing, or defines a function that does nothing or only raises."""
-    if isinstance(node, FUNCTIONS):
-        return all(map(is_stub, node.body))
-    constant = isinstance(node, _ast.Expr) and isinstance(node.value, _ast.Constant)
-    return constant or isinstance(node, (_ast.Pass, _ast.Raise))
 
 
 # --- the sandbox: values as text ------------------------------------------------------------------
@@ -1888,11 +1595,7 @@ def serve(control, modules):
 
 
 if SERVING:
-    try:
-        control = socket.socket(fileno=0)
-    except OSError:
-        sys.exit("error: only the grader starts `serve`; the commands are grade and check")
-    serve(control, modules=sys.argv[2:])
+    serve(socket.socket(fileno=0), modules=sys.argv[2:])
     sys.exit()  # the environments below are not its business
 
 

@@ -17,36 +17,27 @@ and the queue of all episodes.
 Left out on purpose: lock-step rollouts, where episodes wait for the slowest human; rewards, which
 the next stage adds; and paged attention and several GPUs, for which --engine takes a vLLM server.
 """
-from utils import (add_warning, api_key, digest, fail, fail_on_error, flag, inline,
-                   is_out_of_memory, open_stdout, parse_json, parser, print_warnings, private_copy,
-                   progress, rng, run, say, show_traceback, version)
+from utils import (digest, fail, fail_on_error, flag, inline, open_stdout, parse_json, parser,
+                   print_warnings, private_copy, progress, rng, run, say, show_traceback, version)
 
-import ast
 import asyncio
 import base64
-import contextlib
 import fcntl
-import filecmp
-import importlib.util
 import inspect
 import json
 import math
 import os
 import runpy
 import sys
-import time
 from collections import Counter, deque
 from concurrent.futures import ThreadPoolExecutor
-from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
-from urllib.parse import parse_qsl
-from urllib.request import getproxies
 
 from colbench import (ANSWER, ENVIRONMENTS, OUTPUT, RECORD, RENDER_FAILED_REPLY, Episode, Renderer,
-                      RenderError, Seen, answered, check_prompts, check_shape, cpus, environment,
-                      human_prompt, message_texts, own_words, read_records, redact, settings,
-                      task_id, task_kind, without_thinking)
+                      RenderError, Seen, answered, check_shape, cpus, environment, human_prompt,
+                      message_texts, own_words, read_records, redact, settings, task_id, task_kind,
+                      without_thinking)
 
 
 # what some flags need, see utils.flag
@@ -78,7 +69,7 @@ def get_args(argv=None):
     add_sampling_flags(p)
     add_engine_flags(p)
     args = p.parse_args(argv)
-    check_args(p, args)
+    check_args(args)
     return args
 
 
@@ -118,22 +109,13 @@ def add_engine_flags(p):
          only=SERVERS)
 
 
-def check_args(p, args):
+def check_args(args):
     """Parses the JSON flags, and exits if flags do not fit together."""
     for name in ("human_params", "agent_params"):
-        with fail_on_error(f"--{name} is not a JSON object", parses=True):
-            setattr(args, name, dict(parse_json(getattr(args, name))))
-    samples = not args.agent or is_url(args.agent)  # else the agent is a program
-    p.refuse_unused(args, {
-        "without --agent": not args.agent,
-        "with an address as --agent": is_url(args.agent),
-        SAMPLED: samples,
-        "with --temperature above 0": samples and args.temperature > 0,
-        "with an LLM as --human": is_url(args.human),
-        SERVERS: bool(args.engine) or is_url(args.agent) or is_url(args.human),
-        LOCAL: not args.engine and not args.agent,
-        "with --candidates": args.candidates > 0,
-        "with --best_of": args.best_of > 1})
+        with fail_on_error(f"--{name} is not a JSON object"):
+            setattr(args, name, parse_json(getattr(args, name)))
+        if not isinstance(getattr(args, name), dict):
+            fail(f"--{name} is not a JSON object")
     if (args.best_of > 1) != bool(args.critic):
         fail("--best_of (2 or more) and --critic need each other; give both or neither")
     if not args.temperature and (args.candidates or args.best_of > 1):
@@ -157,9 +139,9 @@ from transformers import AttentionInterface, AttentionMaskInterface, DynamicCach
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
-from model import (MODEL_FILES, find_model, load, load_lm, pi_and_ref_turns, think_prefix,
-                   reference_logps, render, score, stop_ids, turn_actions, weights_digest)
-from train_critic import advantage, finished_flags
+from model import (find_model, load, load_lm, pi_and_ref_turns, reference_logps, render, score,
+                   stop_ids, think_prefix, turn_actions, weights_digest)
+from train_critic import advantage, check_pi_ref, finished_flags
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
@@ -274,12 +256,7 @@ class EpisodeRunner:
 
     async def human_reply(self, task, history):
         """Returns the human's reply to the last message."""
-        try:
-            reply = await call_user_function(self.reply, task, history)
-        except Exception as e:  # counted apart, because episodes that end without asking succeed
-            self.totals["human_failed_in_a_row"] += not isinstance(e, EpisodeError)
-            raise
-        self.totals["human_failed_in_a_row"] = 0
+        reply = await call_user_function(self.reply, task, history)
         if not isinstance(reply, str):
             raise EpisodeError(f"the human's reply is not a string: {reply!r}")
         return reply
@@ -307,9 +284,7 @@ class EpisodeRunner:
         with fail_on_error(f"the chat template of --model {args.model} can't be used"):
             self.stop = stop_ids(self.tokenizer, folder)
             self.opening = think_prefix(self.tokenizer, args.thinking)
-        files = sorted(file for form in MODEL_FILES for file in Path(folder).glob(form))
-        self.meta |= {"model_weights": weights_digest(folder),
-                      "tokenizer_and_config": digest([*map(fingerprint, files)])}
+        self.meta["model_weights"] = weights_digest(folder)
 
     async def load(self):
         """Asks servers which model they serve, then loads the local models; returns self."""
@@ -415,6 +390,7 @@ class Critic(Batcher):
     def __init__(self, args):
         super().__init__()
         flags = finished_flags(args.critic)
+        check_pi_ref(args.critic, flags.model)
         self.ref_reads_c, self.thinking = flags.ref_context == "hidden", args.thinking
         self.pi, self.tokenizer = load(args.critic, DEVICE, "auto")
         self.pi_ref, _ = load(flags.model, DEVICE, "auto")
@@ -595,18 +571,13 @@ class Endpoint:
     def __init__(self, url, args, body):
         """body: fields that all requests share."""
         import openai  # slow
-        # a server on this machine is behind no proxy
-        os.environ["no_proxy"] = getproxies().get("no", "") + ",localhost,127.0.0.1,::1"
         self.url, self.body, self.usage = url, body, Counter(requests=0)
-        base_url, _, query = url.partition("?")  # Azure's addresses end in ?api-version=...
         names = [name for name in self.KEYS if os.environ.get(name)]
         self.key_name = names[0] if names else self.KEYS[0]
-        key = api_key(self.key_name)
+        key = os.environ.get(self.key_name, "none")
         self.client = openai.AsyncOpenAI(
-            base_url=base_url, default_query=dict(parse_qsl(query)), api_key=key,
-            default_headers={"api-key": key} if query else None, max_retries=args.retries,
-            timeout=openai.Timeout(args.timeout, connect=30),
-            http_client=openai.DefaultAsyncHttpxClient(event_hooks={"response": [take_status]}))
+            base_url=url, api_key=key, max_retries=args.retries,
+            timeout=openai.Timeout(args.timeout, connect=30))
 
     async def find_served_model(self):
         """Sets body["model"] and max_context. If several models are served, body must name one."""
@@ -629,10 +600,7 @@ class Endpoint:
         """
         try:
             reply = await self.client.post(path, cast_to=object, body={**self.body, **body})
-            tokens = reported_tokens(reply)
-            self.usage.update({"requests": 1, **tokens})
-            if not tokens:
-                self.usage["of them without reported tokens"] += 1
+            self.usage.update({"requests": 1, **reported_tokens(reply)})
             result = parse(reply)
             self.has_answered = True
             return result
@@ -647,23 +615,9 @@ class Endpoint:
 
 
 def error_text(e):
-    """Returns the type and text of a request's error: the server's words, or its cause."""
-    response = getattr(e, "response", None)
-    if response:
-        words = response.extensions.get("error", e)  # see take_status
-    else:
-        words = str(e.__cause__ or "") or e
+    """Returns the type and text of a request's error; the cause of a lost connection."""
+    words = str(e.__cause__ or "") or e
     return f"{type(e).__name__}: {' '.join(str(words).split())[:200]}"
-
-
-async def take_status(response):
-    """Sets a response's status to that of an error in its body (OpenRouter), so that it raises."""
-    if response.status_code == 200 and b'"error"' in await response.aread():
-        with contextlib.suppress(LookupError, ValueError, TypeError, AttributeError):
-            body = response.json()
-            if error := body.get("error") or body["choices"][0].get("error"):
-                response.status_code, response.extensions["error"] = 500, error  # if it has no code
-                response.status_code = max(400, int(error["code"]))
 
 
 def reported_tokens(reply):
@@ -710,9 +664,9 @@ class ChatModel(Endpoint):
 
     async def model_name(self):
         """Returns the model's name, from the server unless the parameters have it."""
-        if "model" not in self.body and "?" not in self.url:  # Azure's address names it
+        if "model" not in self.body:
             await self.find_served_model()
-        return self.body.get("model")
+        return self.body["model"]
 
 
 class ChatAgent(ChatModel):
@@ -751,15 +705,8 @@ class ChatHuman(ChatModel):
                 content.append({"type": "image_url", "image_url": {"url": url}})
         text = await self.request("/chat/completions", reply_text,
                                   messages=[{"role": "user", "content": content}])
-        text, named, both_sides = own_words(text)
-        redacted = text if environment(task).shows_pages else redact(text, task)
-        if redacted != text:
-            self.usage["replies redacted"] += 1
-        if named:
-            self.usage["replies began with a speaker's name"] += 1
-        if both_sides:
-            self.usage["replies continued with further speakers"] += 1
-        return redacted
+        text = own_words(text)
+        return text if environment(task).shows_pages else redact(text, task)
 
 
 def chat_message(reply):
@@ -791,39 +738,16 @@ def reply_text(reply):
 def completion_text(reply):
     """Returns (text without thoughts, is truncated) of a chat completion.
 
-    Raises ValueError if it is empty but not truncated, and as is_truncated does.
+    Raises ValueError if it is empty but not truncated, or if a filter or an error has ended it.
     """
     choice = reply["choices"][0]
-    content = choice["message"]["content"] or ""
-    if isinstance(content, list):  # of parts
-        content = "".join(part.get("text", "") for part in content)
+    reason, content = choice.get("finish_reason"), choice["message"]["content"] or ""
     # if the server's prompt has opened a thought, the reply has only the end of it, </think>
     text = without_thinking("<think>" + content if "</think>" in content else content)
-    cut = is_truncated(choice)
-    if not text and not cut:
-        raise ValueError(f"the reply is empty, finish_reason {choice.get('finish_reason')}")
+    cut = reason in ("length", "max_tokens")
+    if reason in ("content_filter", "error", "tool_calls") or not text and not cut:
+        raise ValueError(f"the reply is empty or incomplete, finish_reason {reason}")
     return text, cut
-
-
-# finish_reasons, in lower case, of OpenAI, TGI, Together, Anthropic, Bedrock, Gemini, Cohere
-COMPLETE = "stop", "eos_token", "eos", "end_turn", "stop_sequence", "complete"
-TRUNCATED = "length", "max_tokens", "model_length", "model_context_window_exceeded"
-
-
-def is_truncated(choice):
-    """Returns whether a chat completion's choice is truncated.
-
-    Raises ValueError if it ended for a reason that is neither in COMPLETE nor in TRUNCATED.
-    """
-    reason = choice.get("finish_reason")
-    if reason is None:
-        add_warning("replies came without a finish_reason, and count as complete",
-                    repr(choice["message"]["content"])[:60])
-        return False
-    if str(reason).lower() not in COMPLETE + TRUNCATED:
-        raise ValueError(f"the reply is incomplete, finish_reason {reason} (COMPLETE in collect.py "
-                         "lists those of complete replies)")
-    return str(reason).lower() in TRUNCATED
 
 
 # --- files with act(), reply() or advantages() ----------------------------------------------------
@@ -832,42 +756,10 @@ def load_function(file, name):
     """Returns the function `name` that a Python file defines; it may be async."""
     sys.path.append(os.path.dirname(os.path.abspath(file)))  # so that it can import its neighbours
     with fail_on_error(file):
-        check_imports(file)
         namespace = runpy.run_path(file)
     if name not in namespace:
         fail(f"{file} defines no {name}()")
     return namespace[name]
-
-
-def check_imports(file):
-    """Raises ValueError if a Python file would import another module instead of its neighbour.
-
-    For example, `import utils` finds our utils.py, which is loaded already. The neighbours that the
-    file imports are checked, too.
-    """
-    folder, files = Path(file).parent, [Path(file)]
-    for importing in files:  # it grows in the loop
-        for name in imported_names(importing):
-            for neighbour in (folder / f"{name}.py", folder / name / "__init__.py"):
-                if neighbour in files or not neighbour.exists():
-                    continue
-                found = importlib.util.find_spec(name).origin or "another folder"
-                if not os.path.exists(found) or not filecmp.cmp(found, neighbour, shallow=False):
-                    raise ValueError(f"`import {name}` in {importing} would find {found}, not "
-                                     f"{neighbour}; rename the latter")
-                if os.path.samefile(found, neighbour):  # else it is a copy of one of our scripts
-                    files.append(neighbour)
-
-
-def imported_names(file):
-    """Returns the top-level names of the modules that a Python file imports, anywhere in it."""
-    names = []
-    for node in ast.walk(ast.parse(file.read_bytes(), str(file))):
-        if isinstance(node, ast.Import):
-            names += [alias.name for alias in node.names]
-        elif isinstance(node, ast.ImportFrom) and not node.level:  # not "from . import"
-            names.append(node.module)
-    return [name.partition(".")[0] for name in names]
 
 
 async def call_user_function(function, *args):
@@ -894,27 +786,18 @@ def checked_message(returned):
 
 # --- --resume and the settings that it compares ---------------------------------------------------
 
-# Flags that are no settings of the episodes: they change none, are there in another form (file,
-# n_candidates), or belong to a model that does not play.
-NO_SETTINGS = """given candidates k concurrency resume max_batch_tokens timeout retries agent human
-critic""".split()
-OF_OWN_MODEL = "model thinking engine dtype best_of logprob_weight candidates_share".split()
-OF_CHAT_MODEL = "temperature top_p max_tokens".split()
+# Flags that are no settings of the episodes, and those of a model that plays in this process.
+NO_SETTINGS = "candidates k concurrency resume max_batch_tokens timeout retries".split()
+OF_OWN_MODEL = "model thinking engine dtype best_of critic logprob_weight candidates_share".split()
 
 
 def run_meta(args):
     """Returns what determines episodes: flags, files by their hashes, and the kinds' prompts."""
-    left_out = [*NO_SETTINGS]
-    if args.agent:
-        left_out += OF_OWN_MODEL
-    if args.agent and not is_url(args.agent):
-        left_out += OF_CHAT_MODEL
-    if not is_url(args.agent):
-        left_out.append("agent_params")
+    left_out = NO_SETTINGS + (OF_OWN_MODEL if args.agent else [])
     meta = {name: value for name, value in vars(args).items() if name not in left_out}
-    meta["agent"], meta["human"] = fingerprint(args.agent), fingerprint(args.human)
+    meta |= {name: fingerprint(meta[name]) for name in ("agent", "human", "critic") if name in meta}
     if not args.agent:
-        meta["critic"], meta["n_candidates"] = fingerprint(args.critic), args.candidates
+        meta["n_candidates"] = args.candidates  # `candidates` has the settings of later ones
     prompts = [(ANSWER, OUTPUT, kind.agent_prompt, kind.human_prompt)
                for kind in ENVIRONMENTS.values()]
     return meta | {"version": version(), "prompts": digest(prompts)}
@@ -982,8 +865,6 @@ def read_jobs(args, done, tasks):
             check_candidates_flags(args, record)
         elif not args.human:
             fail("--human is missing; --help says what it takes")
-        else:
-            check_prompts(task, llm_human=is_url(args.human))
         for _ in range(k):
             while (name, sample) in taken:
                 sample += 1
@@ -1032,7 +913,6 @@ class Collector:
         """asked: see asked_fields. emit: writes a record."""
         self.runner, self.emit, self.asked = runner, emit, asked
         self.jobs = deque(jobs)
-        self.n_left, self.seconds = len(jobs), 0  # the seconds are those of written episodes
         self.n_written = self.n_failed = self.n_failed_in_a_row = 0
         self.error = None  # the one that ends the run
 
@@ -1041,15 +921,13 @@ class Collector:
         args = self.runner.args
         await self.runner.load()
         print_warnings()
-        self.bar = progress(f"episodes of {args.agent or args.model}", total=self.n_left,
-                            estimates=False)
+        self.bar = progress(f"episodes of {args.agent or args.model}", total=len(self.jobs))
         await asyncio.gather(*(self.worker() for _ in range(args.concurrency)))
 
     async def worker(self):
         """Runs jobs sequentially until none is left."""
         while self.jobs and not self.error:
             record, sample = self.jobs.popleft()
-            start = time.monotonic()
             try:
                 fields = await self.new_fields(record, sample)
             except SystemExit as e:  # of fail()
@@ -1059,7 +937,8 @@ class Collector:
             else:
                 meta = {**record.get("meta", {}), **fields["meta"]}
                 self.emit({**record, **fields, "meta": meta})
-                self.count_episode(time.monotonic() - start)
+                self.n_written, self.n_failed_in_a_row = self.n_written + 1, 0
+                self.bar.update()
 
     async def new_fields(self, record, sample):
         """Returns the fields that a job adds to its record."""
@@ -1070,54 +949,21 @@ class Collector:
         self.asked.pop("asked", None)  # only the first record has the list, as it may be long
         return fields
 
-    def count_episode(self, seconds):
-        """Counts an episode that took this long, and advances the progress bar."""
-        self.n_left, self.n_written = self.n_left - 1, self.n_written + 1
-        self.n_failed_in_a_row = 0
-        self.seconds += seconds
-        left = time_left(self.n_left, self.seconds / self.n_written,
-                         self.runner.args.concurrency)
-        self.bar.set_postfix_str(f"{left} left", refresh=False)
-        self.bar.update()
-
     def count_failure(self, e, what):
         """Counts a failed job, and prints why, or ends the run."""
-        self.n_left, self.n_failed = self.n_left - 1, self.n_failed + 1
-        if is_out_of_memory(e):
-            self.error = self.error or e
-            return
-        show_traceback(e)
+        self.n_failed += 1
         if isinstance(e, EpisodeError):
             message = f"{what}: {e}"
         else:
+            show_traceback(e)
             message = f"{what}: {type(e).__name__}: {e}"
             self.n_failed_in_a_row += 1
-        in_a_row = max(self.n_failed_in_a_row, self.runner.totals["human_failed_in_a_row"])
-        if in_a_row >= MOST_FAILURES:
+        if self.n_failed_in_a_row >= MOST_FAILURES:
             self.error = self.error or SystemExit(
                 f"error: {inline(message)}; it is the {MOST_FAILURES}th failure in a row; rerun "
                 "with --resume FILE to continue")
         elif self.n_failed <= MOST_FAILURES:
             say(message)
-
-
-def time_left(n_left, seconds, concurrency):
-    """Returns the time, such as 0:01:10, that n_left episodes take if each takes `seconds`."""
-    rounds = n_left / max(1, min(n_left, concurrency))
-    return timedelta(seconds=round(rounds * seconds))
-
-
-def print_plan(args, jobs):
-    """Prints how many episodes run, and with what: loading and the first episode take minutes."""
-    agent = args.agent or f"{args.model} with {args.engine or f'transformers on {DEVICE}'}"
-    n_dialogues = sum("dialogue_history" in record for record, _ in jobs)
-    n_episodes = len(jobs) - n_dialogues
-    if n_dialogues:
-        say(f"sampling {args.candidates} candidates per message of {n_dialogues} dialogues from "
-            f"{agent}")
-    if n_episodes:
-        say(f"running {n_episodes} episodes of {agent}: human {args.human}, at most "
-            f"{args.max_turns} turns, {min(n_episodes, args.concurrency)} at once")
 
 
 def print_summary(args, runner, n_written, n_done):
@@ -1145,7 +991,8 @@ def main(args):
     jobs = [(record, n) for record, n in asked_jobs if (record["task"]["id"], n) not in done]
     collector = Collector(runner, jobs, asked_fields(asked_jobs), emit)
     if jobs:
-        print_plan(args, jobs)
+        say(f"running {len(jobs)} episodes of {args.agent or args.model}, at most "
+            f"{args.concurrency} at once")
         asyncio.run(collector.run())
     print_warnings()
     print_summary(args, runner, collector.n_written, len(done))

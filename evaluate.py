@@ -19,21 +19,20 @@ a share that is 0 in all tasks or 1 in all. The differences from the first syste
 use only the tasks that both systems have.
 
 An episode that failed has no record. A run's first record lists what the run was asked for. If that
-is there, the table says how many episodes are missing, and `success_bounds` what success would be
-if none, and if all, of these were solved.
+is there, the table says how many episodes are missing.
 
 Left out on purpose: intervals over episodes, which are too narrow because episodes of a task are
 alike; and p-values, because a difference's interval shows its size as well as its significance.
 """
 # The sections: metrics of episodes and tasks; means and intervals; the table; the notes below it;
 # reading the files, and which episodes are missing.
-from utils import fail, fail_on_error, open_stdout, parser, private_copy, run, say, version
+from utils import fail, fail_on_error, open_stdout, parser, run, say, version
 
 import json
 import math
 import os
 import sys
-from collections import Counter, defaultdict
+from collections import defaultdict
 from itertools import chain
 from statistics import fmean
 from typing import NamedTuple
@@ -71,7 +70,7 @@ def episode_metrics(record):
     """Returns {metric: value} of one episode."""
     agent = agent_messages(record)
     metrics = {"tests_passed": record["reward"]}
-    metrics |= environment(record["task"]).metrics(private_copy(record))
+    metrics |= environment(record["task"]).metrics(record)
     metrics["turns"] = len(agent)
     lengths = [len(m["token_ids"]) for m in agent if "token_ids" in m]
     lengths += [m["completion_tokens"] for m in agent if "completion_tokens" in m]
@@ -239,7 +238,8 @@ def notes(results):
     lines = ["; ".join(parts)]
     if differ := different_conditions(results):
         lines.append(f"NOT THE SAME CONDITIONS: {', '.join(differ)}")
-    return lines + [missing_note(r) for r in results if r["missing"]]
+    return lines + [f"{r['system']} lacks {r['missing']} of its {r['episodes'] + r['missing']} "
+                    "episodes" for r in results if r["missing"]]
 
 
 def task_notes(results):
@@ -268,34 +268,17 @@ def different_conditions(results):
     return texts
 
 
-def missing_note(r):
-    n_asked = r["episodes"] + r["missing"]
-    note = f"{r['system']} lacks {r['missing']} of its {n_asked} episodes"
-    if r["success_bounds"]:
-        low, high = r["success_bounds"]
-        note += f": with them, success would be between {100 * low:.1f} and {100 * high:.1f} %"
-    return note
-
-
 # --- reading the files, and which episodes are missing --------------------------------------------
 
 def named_systems(args):
-    """Returns the systems of the command line, named NAME or by file stem (path if ambiguous)."""
-    stems = [os.path.splitext(os.path.basename(arg))[0] for arg in args]
-    files_of = {}  # {name: files}
-    for arg, stem in zip(args, stems):
+    """Returns the systems of the command line, FILE, whose stem is the name, or NAME=FILE,FILE."""
+    systems, tasks = [], {}  # tasks: of all systems, see colbench.Seen
+    for arg in args:
         name, equals, files = arg.partition("=")
-        files = files.split(",")
-        if not equals or os.path.exists(arg):  # a file such as runs/lr=1/test.jsonl
-            name, files = stem if stems.count(stem) == 1 else arg, [arg]
-        if not name or not all(files):
-            fail(f"{arg!r} has an empty name, of the system or a file; write NAME=FILE,FILE")
-        if name in files_of:
-            fail(f"two systems are named {name!r}; rename one with NAME=FILE")
-        files_of[name] = files
-    tasks = {}  # of all systems, see colbench.Seen
-    return [read_system("stdin" if name == "-" else name, files, tasks)
-            for name, files in files_of.items()]
+        if not equals or "/" in name:  # a file such as runs/lr=1/test.jsonl
+            name, files = os.path.splitext(os.path.basename(arg))[0], arg
+        systems.append(read_system("stdin" if name == "-" else name, files.split(","), tasks))
+    return systems
 
 
 class Episode(NamedTuple):
@@ -323,17 +306,28 @@ def read_system(name, files, tasks):
         metrics[task].append(episode.metrics)
     most_k = min(sum("success" in e for e in of_task) for of_task in metrics.values())
     means = {task: task_means(metrics[task], most_k) for task in sorted(metrics)}
-    asked = asked_episodes(episodes, asked_of)
     found = {name: distinct(e.settings[name] for e in episodes if name in e.settings)
              for name in CONDITIONS}
     facts = {"rewards": distinct(e.reward_name for e in episodes),
              "reward_by": distinct(e.reward_by for e in episodes if e.reward_by),
              "conditions": {name: values for name, values in found.items() if values},
-             "episodes": len(episodes), "missing": None, "success_bounds": None}
-    if asked is not None:
-        facts["missing"] = len(asked) - len(episodes)
-        facts["success_bounds"] = success_bounds(metrics, asked)
+             "episodes": len(episodes), "missing": n_missing(episodes, asked_of)}
     return System(name, files, means, facts)
+
+
+def n_missing(episodes, asked_of):
+    """Returns how many of the episodes that collect.py was asked for are not there.
+
+    None if it is not known: if a record is of another program or an older version, or if a run's
+    first record, which has the list, is not there.
+    """
+    asked = set()
+    for file, seed, asked_hash in {(*e.key[:2], e.asked_hash) for e in episodes}:
+        if asked_hash not in asked_of:
+            return None
+        for task, samples in asked_of[asked_hash].items():
+            asked |= {(file, seed, task, sample) for sample in samples}
+    return len(asked - {e.key for e in episodes})
 
 
 def read_episode(file, record, meta):
@@ -369,40 +363,6 @@ def read_files(files, tasks):
             stream = sys.stdin if path == "-" else open(path, encoding="utf-8")
         for record in read_records(stream, "dialogue_history", "reward", source=source, seen=seen):
             yield source, record
-
-
-def asked_episodes(episodes, asked_of):
-    """Returns the set of keys of the episodes that collect.py was asked for, None if not known.
-
-    It is not known if a record is of another program or an older version, if a run's first record,
-    which has the list, is not there, or if records were changed or doubled.
-    """
-    keys = [episode.key for episode in episodes]
-    asked = set()
-    for file, seed, asked_hash in {(*e.key[:2], e.asked_hash) for e in episodes}:
-        if asked_hash not in asked_of:
-            return None
-        for task, samples in asked_of[asked_hash].items():
-            asked |= {(file, seed, task, sample) for sample in samples}
-    if len(set(keys)) < len(keys) or not asked.issuperset(keys):
-        return None
-    return asked
-
-
-def success_bounds(metrics, asked):
-    """Returns what success would be if none, and if all, of the missing episodes were solved.
-
-    Like success, these are means over tasks. None if some episodes have no success.
-    """
-    if not all("success" in episode for episode in chain(*metrics.values())):
-        return None
-    least, most = [], []  # of each task
-    for task, n_asked in Counter(task for _, _, task, _ in asked).items():
-        of_task = metrics.get(task, [])
-        solved = sum(episode["success"] for episode in of_task)
-        least.append(solved / n_asked)
-        most.append((solved + n_asked - len(of_task)) / n_asked)
-    return [rounded(fmean(least)), rounded(fmean(most))]
 
 
 def main(args):

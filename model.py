@@ -20,15 +20,12 @@ The sections of this file, first the method:
 A reader of the method may skip the rest:
 
     each rank's share        splits turns into parts of equal size
-    faulty records           warnings and errors about texts, tokens and a lack of pairs
     loading and sharding     a model ready to train or to score, by FSDP2
     model files              what a Hugging Face folder must have, and hashes of its weights
     proofs                   tests, at each start, that the log-probs are those of transformers
     chat templates           dialogues to token ids
     saving, checkpoints      Hugging Face folders; optimizer state for any number of processes
-    model card               what a run's folder says about itself, and how to serve it
 """
-import datetime
 import functools
 import glob
 import hashlib
@@ -36,12 +33,10 @@ import json
 import math
 import os
 import re
-import shlex
 import shutil
 import sys
 from array import array
 from bisect import bisect_left
-from concurrent.futures import ThreadPoolExecutor
 from itertools import accumulate, chain, product
 from pathlib import Path
 from typing import NamedTuple
@@ -50,7 +45,6 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 import torch.nn.functional as F
-from safetensors import safe_open
 from torch.distributed.checkpoint.state_dict import (StateDictOptions, get_model_state_dict,
                                                      get_state_dict, set_state_dict)
 from torch.distributed.device_mesh import init_device_mesh
@@ -62,13 +56,10 @@ from transformers import (AttentionInterface, AutoConfig, AutoModelForCausalLM, 
                           GenerationConfig)
 from transformers.utils import logging
 
-from colbench import (HIDDEN, check_opening, hidden_information, read_records, task_id, task_kind,
-                      with_hidden)
+from colbench import check_opening, hidden_information, read_records, task_id, with_hidden
 from utils import (RANK, WORLD, add_warning, barrier, digest, drop_checkpoints, fail,
-                   fail_on_error, is_out_of_memory, print_warnings, progress, refuse_pointer, rng,
-                   rows_of, say, sum_over_ranks, writing)
+                   fail_on_error, print_warnings, progress, rng, say, sum_over_ranks, writing)
 
-GQA = {"enable_gqa": True} if torch.__version__ >= "2.12" else {}  # torch 2.11 always enables it
 try:
     from flash_attn import flash_attn_varlen_func
 except ImportError:  # use torch's own kernel
@@ -141,11 +132,8 @@ def pi_and_ref_turns(tokenizer, record, history, actions, *, pi_reads_c, ref_rea
     ref_prompt = prompt if ref_reads_c == pi_reads_c else prompt_ids(ref_reads_c)
     turns = []
     for action in actions:
-        ids, n_dropped = action_ids(tokenizer, action, history, thinking)
-        # both prompts end alike, so the same number of tokens is dropped: see action_ids
-        turn = Turn(prompt[:len(prompt) - n_dropped], ids)
-        ref_turn = Turn(ref_prompt[:len(ref_prompt) - n_dropped], ids)
-        turns.append((turn, ref_turn))
+        ids = action_ids(tokenizer, action, history, thinking)
+        turns.append((Turn(prompt, ids), Turn(ref_prompt, ids)))
     return turns
 
 
@@ -166,13 +154,13 @@ def read_trajectories(args, *fields, pi_reads_c, ref_reads_c):
         trajectory = Trajectory(task_id(record["task"]), record, [])
         trajectories.append(trajectory)
         name = f"the task {trajectory.task}"
-        warn_about_texts(record, tokenizer, name, pi_reads_c)
+        if pi_reads_c and not hidden_information(record["task"]):
+            add_warning("records without hidden information for the critic", name)
+        check_opening(record)
         for history, actions in turn_actions(record):
             with fail_on_error(f"--model's chat template rejects {name}"):
                 turns = pi_and_ref_turns(tokenizer, record, history, actions,
                                          pi_reads_c=pi_reads_c, ref_reads_c=ref_reads_c)
-            if len(tokenizer) > config.vocab_size:
-                check_vocabulary(turns, config.vocab_size, name)
             read = []
             for action, (turn, ref_turn) in zip(actions, turns):
                 if len(turn.prompt) + len(turn.action) > longest:
@@ -394,7 +382,7 @@ def flash_kernel(q, k, v, tree, scale, window):
         out = flash_attn_varlen_func(q, k, v, *lengths, softmax_scale=scale, causal=True,
                                      window_size=(window, 0))
     else:  # for FlashAttention-3 call torch.nn.attention.activate_flash_attention_impl("FA3")
-        out = varlen_attn(q, k, v, *lengths, scale=scale, window_size=(window, 0), **GQA)
+        out = varlen_attn(q, k, v, *lengths, scale=scale, window_size=(window, 0), enable_gqa=True)
     return out[..., :v_size]  # (T, H, D)
 
 
@@ -611,40 +599,6 @@ def partition(turns, tree_tokens, world=WORLD):
     return parts
 
 
-# --- faulty records -------------------------------------------------------------------------------
-
-def warn_about_texts(record, tokenizer, name, pi_reads_c):
-    """Adds warnings about texts of a record that are valid, but may be mistakes."""
-    _, special = control_tokens(tokenizer)
-    for message in record["dialogue_history"]:
-        for stored in message, *message.get("candidates", ()):
-            text = stored.get("output") or stored.get("content") or ""
-            if special.search(text) and not stored.get("token_ids"):
-                add_warning("messages contain a control token, kept as text", name)
-    if pi_reads_c and not hidden_information(record["task"]):
-        add_warning("records without hidden information for the critic", name)
-    check_opening(record)
-
-
-def check_vocabulary(turns, vocab_size, name):
-    """Exits if one of the turns, [(pi's, pi_ref's)], has a token that the model lacks."""
-    for turn, _ in turns:
-        if ord(max(turn.prompt + turn.action)) >= vocab_size:
-            fail(f"{name} has a token id outside --model's vocabulary of {vocab_size} tokens: use "
-                 "the model that sampled it")
-
-
-def why_no_pairs(trajectories, min_gap):
-    """Returns an error message for trajectories without a pair."""
-    n_long = sum(None in t.turns() for t in trajectories)
-    needs = "both a solved and an unsolved one (--min_gap 0: two that differ in reward)"
-    if min_gap is not None:
-        needs = f"two whose rewards differ, by {min_gap} or more"
-    return (f"no pairs in {len(trajectories)} trajectories, {n_long} of them too long for "
-            f"--max_length or --model: no task has {needs}; sample more episodes per task with "
-            "collect.py -k, or collect on easier or harder tasks")
-
-
 # --- loading and sharding -------------------------------------------------------------------------
 
 def load(path, device="cpu", dtype="fp32", args=None, train=False):
@@ -680,7 +634,7 @@ def load(path, device="cpu", dtype="fp32", args=None, train=False):
 def read_weights(path, dtype, train):
     """Returns the transformers LM of a folder, in `dtype`; one to `train` may keep the files'."""
     as_stored = train and dtype != torch.float32  # so that the files are memory-mapped, not copied
-    with fail_on_error(f"the weights in {path!r} can't be read", parses=True):
+    with fail_on_error(f"the weights in {path!r} can't be read"):
         lm, loading_info = AutoModelForCausalLM.from_pretrained(
             path, dtype="auto" if as_stored else dtype, attn_implementation="eager",
             use_safetensors=True, trust_remote_code=False, output_loading_info=True,
@@ -762,52 +716,24 @@ def find_model(path, weights=False):
 
     Weights are required, and downloaded from the hub, only if `weights` is true.
     """
-    with fail_on_error(f"no model at {path!r}", parses=True):
+    with fail_on_error(f"no model at {path!r}"):
         if not os.path.isdir(path):
             from huggingface_hub import snapshot_download
             wanted = [*MODEL_FILES, "*.safetensors"] if weights else MODEL_FILES
             path = snapshot_download(path, allow_patterns=wanted)
-        rows = rows_of(path)
-        if rows and "finished" not in rows[-1]:
-            raise ValueError("it is an unfinished run; repeat its command to resume it")
-        files = {*os.listdir(path)} - {"adapter_model.safetensors"}
-        has_weights = any(name.endswith(".safetensors") for name in files)
-        if "adapter_config.json" in files and not has_weights:
-            raise ValueError("it is an adapter; merge it into its base model (merge_and_unload)")
-        check_files(path)
         config = AutoConfig.from_pretrained(path, trust_remote_code=False)
         tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=False)
-    if not tokenizer.chat_template:
-        fail(f"the tokenizer of {path!r} has no chat template: use the instruction-tuned model")
-    if weights and not glob.glob("*.safetensors", root_dir=path):
-        fail(f"no weights at {path!r}: only safetensors files are supported")
-    if weights and getattr(config, "quantization_config", None):
-        fail(f"{path!r} has quantized weights, which are not supported: use the original model")
     return path, tokenizer, config
-
-
-def check_files(folder):
-    """Fails if a model's file is a pointer of Git LFS, or if its weights are there twice."""
-    for path in chain(*map(Path(folder).glob, [*MODEL_FILES, "*.safetensors"])):
-        with open(path, "rb") as f:
-            refuse_pointer(f.read(100), path)
-    single = os.path.join(folder, "model.safetensors")
-    indexed = read_json(single + ".index.json").get("weight_map", {}).values()
-    if os.path.exists(single) and {*indexed} - {"model.safetensors"}:
-        fail(f"{folder!r} has model.safetensors, which transformers would load, and an index of "
-             "other files: remove the one that is stale")
 
 
 @functools.cache  # a trainer asks twice for its --model
 def weights_digest(folder):
     """Returns a short hash of every byte of the safetensors files in a folder; None without any."""
-    def file_hash(name):
+    hashes = []
+    for name in sorted(glob.glob("*.safetensors", root_dir=folder)):
         with open(os.path.join(folder, name), "rb") as f:
-            return name, hashlib.file_digest(f, "sha256").digest()
-
-    with fail_on_error(f"the weights in {folder} can't be read"), ThreadPoolExecutor() as pool:
-        files = sorted(glob.glob("*.safetensors", root_dir=folder))
-        return digest([*pool.map(file_hash, files)]) if files else None
+            hashes.append((name, hashlib.file_digest(f, "sha256").digest()))
+    return digest(hashes) if hashes else None
 
 
 def base_digest(path):
@@ -817,8 +743,7 @@ def base_digest(path):
 
 def read_json(path):
     """Returns the object in a JSON file, {} if there is no such file."""
-    with fail_on_error(f"{path} can't be read"):
-        return json.loads(Path(path).read_bytes()) if os.path.exists(path) else {}
+    return json.loads(Path(path).read_bytes()) if os.path.exists(path) else {}
 
 
 def eos_ids(path):
@@ -843,33 +768,12 @@ def probe_turns(config):
 
 
 def own_forward_logps(model, turns, path):
-    """Returns the turns' log-probs, (A,), by transformers' own forward, turn by turn.
-
-    Exits if they are not those of a causal LM, or depend on earlier forwards.
-    """
-    versions = [p._version for p in model.parameters()]
-    with fail_on_error(f"{path!r} fails to run in transformers"), torch.no_grad():
+    """Returns the turns' log-probs, (A,), by transformers' own forward, turn by turn."""
+    with torch.no_grad():
         own_logps = torch.cat([model(Tree([turn])) for turn in turns])
-        _, leak = logps_and_leak(model, turns[:1])
     if not own_logps.isfinite().all():
         fail(f"the log-probs of {path!r} are NaN or infinite: check its weights")
-    if not leak < 1e-3:
-        fail(f"{path!r} is not a causal language model: its log-probs depend on later tokens")
-    # RWKV's forward changes its weights, and dynamic RoPE depends on the longest input so far
-    rope = str(getattr(model.config, "rope_parameters", None))
-    if versions != [p._version for p in model.parameters()] or "'dynamic'" in rope:
-        fail(f"{path!r} is not supported: its log-probs depend on earlier forwards")
     return own_logps
-
-
-def verify(model, turns, own_logps, path):
-    """Exits if the model, ready for use, does not reproduce the turns' own_logps."""
-    with fail_on_error(f"{path!r} fails on {model.device} (try --compile 0)"):
-        logps = torch.cat([*score(model, turns, math.inf).values()])
-    if not agree(logps, own_logps, model.dtype):
-        error = (logps - own_logps).abs().mean()
-        fail(f"the log-probs of {path!r} differ by {error:.2g} on average from those of its own "
-             "forward in transformers")
 
 
 def try_trees(model, turns, own_logps):
@@ -880,8 +784,6 @@ def try_trees(model, turns, own_logps):
         model.lm.set_attn_implementation("tree")
         logps, leak = logps_and_leak(model, turns)
     except Exception as e:  # any, such as AttributeError: GPT-2 has no lm.model
-        if is_out_of_memory(e):
-            raise
         say(f"warning: tree attention fails: {type(e).__name__}: {e}")
         return False
     # the leak shows whether layers other than attention mix the paths
@@ -915,6 +817,15 @@ def logps_and_leak(model, turns):
     return logps.detach(), (off_path.max() / norms.max()).item()
 
 
+def verify(model, turns, own_logps, path):
+    """Exits if the model, ready for use, does not reproduce the turns' own_logps."""
+    logps = torch.cat([*score(model, turns, math.inf).values()])
+    if not agree(logps, own_logps, model.dtype):
+        error = (logps - own_logps).abs().mean()
+        fail(f"the log-probs of {path!r} differ by {error:.2g} on average from those of its own "
+             "forward in transformers")
+
+
 def agree(logps, own_logps, dtype):
     """Returns whether log-probs agree; 16 bits may round large logits by 0.5 on average."""
     return (logps - own_logps).abs().mean() < (0.5 if dtype.itemsize == 2 else 1e-3)
@@ -922,21 +833,13 @@ def agree(logps, own_logps, dtype):
 
 # --- chat templates -------------------------------------------------------------------------------
 
-# Two rules: prompt and action are the ids of the template's text of the dialogue, and only the
-# template writes control tokens such as <|im_end|>. If a message contains the text of one, as_plain
-# inserts CUTs into it, so that the template does not parse it, and text_ids tokenizes the parts
-# between CUTs by themselves, so that it becomes no control token.
-CUT = "\ud800"  # a lone surrogate, which no text contains
 # a dialogue to find what the template writes before and after a message of the assistant
 MARK = "\ue000"
 PROBE = [{"role": "user", "content": "a"}, {"role": "assistant", "content": MARK}]
-TODAY = datetime.date(2024, 7, 26)  # for templates that print the date, so that prompts stay equal
-DATE_CODES = ("-d", "-m", "-H", "-I", "-M", "-S", "-j", *"aAbBcCdDeFGhHIjkmMpRSTuUVwWxXyYZ")
-# a macro, because transformers 5.22 turns Python functions into text; the newline is trimmed
-STRFTIME_NOW = "".join([
-    "{%- macro strftime_now(format) -%}{{ format",
-    *(f"|replace('%{code}', '{TODAY.strftime('%' + code)}')" for code in DATE_CODES),
-    " }}{%- endmacro %}\n"])
+# for templates that print the date, so that prompts stay equal; a macro, because transformers 5.22
+# turns Python functions into text; the newline is trimmed
+TODAY = "26 Jul 2024"
+STRFTIME_NOW = f"{{%- macro strftime_now(format) -%}}{TODAY}{{%- endmacro %}}\n"
 
 
 def render(tokenizer, messages, thinking=0):
@@ -946,51 +849,36 @@ def render(tokenizer, messages, thinking=0):
 
 
 def action_ids(tokenizer, action, history, thinking=0):
-    """Returns (packed ids of the action, number of tokens to drop from the end of the prompt).
+    """Returns the packed ids of an action, which follow the whole prompt.
 
-    The `token_ids` of a sampled message follow the whole prompt. For other messages, prompt and
-    action together are the template's text of the dialogue, up to the end of the message. This text
-    does not begin with the prompt if the generation prompt ends in "<think>", which templates omit
-    from the messages of a dialogue. A stored `output` follows the whole prompt even then; for a
-    stored `content`, the end of the prompt from which on the two texts differ is dropped:
-
-        prompt <|assistant|><think>    full <|assistant|>which rate?<|end|>    dropped: 1
+    They are those sampled, or those of its text up to and with the end of a message.
     """
     if action.get("token_ids"):
         check_token_ids(tokenizer, action)
-        return packed(action["token_ids"]), 0
-    prompt = template_text(tokenizer, history, thinking, add_prompt=True)
-    full = stored_text(tokenizer, action, history, thinking, prompt)
-    prompt_ids, full_ids = text_ids(tokenizer, prompt), text_ids(tokenizer, full)
-    if full.startswith(prompt) and not full_ids.startswith(prompt_ids):
-        # a token would span prompt and action: separate them
-        return text_ids(tokenizer, full[len(prompt):]), 0
-    common = common_prefix(prompt_ids, full_ids)  # usually the whole prompt
-    return full_ids[common:], len(prompt_ids) - common
-
-
-def stored_text(tokenizer, action, history, thinking, prompt):
-    """Returns the text of a dialogue up to the end of a stored message; see action_ids."""
-    message = {"role": "assistant", "content": action.get("output") or action.get("content") or ""}
-    plain = as_plain(tokenizer, message)
-    full = template_text(tokenizer, [*history, message], thinking, add_prompt=False)
-    before = prompt  # the text before the message
-    if not full.startswith(prompt) or plain.strip() not in full[len(prompt):]:
-        start = max(0, common_prefix(prompt, full) - 20)
-        excerpts = [text[start:start + 60].replace(CUT, "") for text in (prompt, full)]
-        add_warning("stored messages do not follow the prompt verbatim in this --model's chat "
-                    'template; try "meta": {"thinking": 1}, or a template without <think>',
-                    "the prompt has {!r}, the dialogue {!r}".format(*excerpts))
-        if action.get("output"):
-            full = prompt + plain
-        else:
-            before = template_text(tokenizer, history, thinking, add_prompt=False)
-            if not full.startswith(before):
-                raise ValueError("it changes the history from {!r} to {!r}".format(*excerpts))
-    text, end = full[len(before):], end_of_message(tokenizer)
+        return packed(action["token_ids"])
+    text, end = action_text(tokenizer, action, history, thinking), end_of_message(tokenizer)
     if end in text:
-        text = text.rpartition(end)[0]
-    return before + text + end
+        text = text[:text.rindex(end)]
+    return text_ids(tokenizer, text + end)
+
+
+def action_text(tokenizer, action, history, thinking):
+    """Returns what follows the prompt in the template's text of a dialogue that ends in an action.
+
+    If the template writes another prompt there, or not the whole action, returns the action's own
+    text. If the prompt opens a thought, a stored `content` without a thought closes it.
+    """
+    prompt = template_text(tokenizer, history, thinking, add_prompt=True)
+    text = action.get("output", action.get("content", ""))
+    dialogue = [*history, {"role": "assistant", "content": text}]
+    written = template_text(tokenizer, dialogue, thinking, add_prompt=False)
+    if written.startswith(prompt) and as_text(tokenizer, text.strip()) in written:
+        return written.removeprefix(prompt)
+    if text.startswith("<think>") and not thinking:  # the prompt may have closed an empty thought
+        raise ValueError('a stored thought needs "meta": {"thinking": 1} in its record')
+    if "output" not in action and think_prefix(tokenizer, thinking):
+        text = text.removeprefix("<think>") if "</think>" in text else "</think>" + text
+    return as_text(tokenizer, text)
 
 
 def check_token_ids(tokenizer, action):
@@ -1007,107 +895,60 @@ def check_token_ids(tokenizer, action):
 
 
 def template_text(tokenizer, messages, thinking, add_prompt):
-    """Returns the chat template's text of a dialogue, with CUTs; ValueError if it rejects that.
+    """Returns the chat template's text of a dialogue, on the day TODAY.
 
     thinking: 0 switches thinking off, if the template has `enable_thinking`. add_prompt: whether to
-    append the generation prompt, which opens the assistant's next message. ValueError, too, if the
-    template leaves out a message.
+    append the generation prompt, which opens the assistant's next message. ValueError if the
+    template rejects the dialogue or leaves out a message, but for its thought.
     """
-    check_roles(tokenizer, tuple(m["role"] for m in messages), thinking, add_prompt)
-    plain = [{"role": m["role"], "content": as_plain(tokenizer, m)} for m in messages]
-    return apply_template(tokenizer, plain, thinking, add_prompt)
-
-
-def apply_template(tokenizer, messages, thinking, add_prompt):
-    """Returns the chat template's text of a dialogue on the day TODAY; see template_text."""
+    plain = [{"role": m["role"], "content": as_text(tokenizer, m["content"])} for m in messages]
     try:
-        return tokenizer.apply_chat_template(
-            messages, chat_template=STRFTIME_NOW + tokenizer.get_chat_template(), tokenize=False,
+        text = tokenizer.apply_chat_template(
+            plain, chat_template=STRFTIME_NOW + tokenizer.get_chat_template(), tokenize=False,
             add_generation_prompt=add_prompt, enable_thinking=bool(thinking))
-    except MemoryError:
-        raise
     except Exception as e:  # a template is a program, which may raise any error
         raise ValueError(str(e) or type(e).__name__) from e
+    for i, m in enumerate(plain, 1):
+        if m["content"].rpartition("</think>")[2].strip() not in text:
+            raise ValueError(f"it leaves out the content of message {i} of {len(plain)}, whose "
+                             f"role is {m['role']}; use another template, or no such message")
+    return text
 
 
-@functools.cache
-def check_roles(tokenizer, roles, thinking, add_prompt):
-    """Raises ValueError if the chat template leaves out a message of a dialogue of these roles.
+def as_text(tokenizer, text):
+    """Returns a text with a space inside whatever would become a special token such as <|im_end|>.
 
-    Some templates have no system message, read contents as lists of parts, or show only the last
-    messages, and write nothing of a message that they do not expect.
+    Only the template writes these.
     """
-    probe = [{"role": role, "content": f"Qx{i}xQ"} for i, role in enumerate(roles)]
-    text = apply_template(tokenizer, probe, thinking, add_prompt)
-    for i, message in enumerate(probe):
-        if message["content"] not in text:
-            raise ValueError(f"it leaves out the content of message {i + 1} of {len(roles)}, whose "
-                             f"role is {message['role']}; use another template, or no such message")
-
-
-def as_plain(tokenizer, message):
-    """Returns a message's content, with CUTs inside any control token that the text contains."""
-    control, special = control_tokens(tokenizer)
-    stored = message["role"] == "assistant" and not message.get("token_ids")
-    to_cut = special if stored else control  # a template parses <think> in stored messages
-    return to_cut.sub(lambda m: CUT + m[0][0] + CUT + m[0][1:] + CUT, message["content"])
+    tokens = added_tokens(tokenizer, special_only=True)
+    return tokens.sub(lambda match: match[0][0] + " " + match[0][1:], text)
 
 
 @functools.cache
-def control_tokens(tokenizer):
-    """Returns two regexes: one matches any control token, one the special tokens among them."""
-    template, added = tokenizer.get_chat_template(), tokenizer.added_tokens_decoder.values()
-    special = [token.content for token in added if token.special]
-    others = [token.content for token in added  # those of the template, such as Qwen3's <think>
-              if not token.special and token.content.strip() and token.content in template]
-    return re.compile(any_of(special + others)), re.compile(any_of(special))
-
-
-def any_of(texts):
-    """Returns a regex that matches any of the texts, the longest first."""
+def added_tokens(tokenizer, special_only):
+    """Returns a regex that matches the tokens that were added to a tokenizer's vocabulary."""
+    texts = [token.content for token in tokenizer.added_tokens_decoder.values()
+             if len(token.content.strip()) > 1 and (token.special or not special_only)]
     longest_first = sorted(texts, key=len, reverse=True)
-    return "|".join(map(re.escape, longest_first)) or "(?!)"
+    return re.compile("|".join(map(re.escape, longest_first)) or "(?!)")
 
 
 def text_ids(tokenizer, text):
-    """Returns the packed ids of a template_text; without CUTs they are those of the whole text."""
-    return "".join(part_ids(tokenizer, part) for part in cut_pattern(tokenizer).split(text))
-
-
-@functools.lru_cache(8192)
-def part_ids(tokenizer, text):
-    """Returns the packed ids of a part of a text; cached, since later prompts repeat the parts."""
+    """Returns the packed ids of a text."""
     return packed(tokenizer(text, add_special_tokens=False)["input_ids"])
 
 
 @functools.cache
-def cut_pattern(tokenizer):
-    """Returns a regex that splits a text at CUTs and before special tokens, for part_ids' cache.
-
-    Splits change no ids, because tokenizers match special tokens first. It does not split at tokens
-    that match only next to certain text (lstrip, single_word), or may begin inside another token.
-    """
-    added = tokenizer.added_tokens_decoder.values() if tokenizer.is_fast else ()
-    inner = {c for token in added for c in token.content[1:]}
-    safe = [token.content for token in added if token.special and token.content[0] not in inner
-            and not (token.normalized or token.single_word or token.lstrip)]
-    return re.compile(f"{CUT}|(?={any_of(safe)})")
-
-
-@functools.cache
 def end_of_message(tokenizer):
-    """Returns the end of an assistant's message: template text up to a control token, else EOS."""
+    """Returns the end of an assistant's message: template text up to an added token, else EOS."""
     text = template_text(tokenizer, PROBE, thinking=0, add_prompt=False)
     after = text.rpartition(MARK)[2]
-    control, _ = control_tokens(tokenizer)
-    if found := control.search(after):
+    if found := added_tokens(tokenizer, special_only=False).search(after):
         return after[:found.end()]
-    if not tokenizer.eos_token:
-        fail("the chat template does not end messages with a token: set the tokenizer's eos_token")
-    add_warning("chat template ends messages without a token", f"{tokenizer.eos_token} is used")
     return tokenizer.eos_token
 
 
+@functools.cache
 def think_prefix(tokenizer, thinking=0):
     """Returns "<think>" if the generation prompt opens a thought, which outputs continue, or "".
 
@@ -1145,45 +986,24 @@ def save(model, tokenizer, out):
         return
     lm, base = model.lm, Path(model.lm.name_or_path)  # base: a folder, see find_model
     config, generation_config = (Path(out, name) for name in CONFIGS)
-    with fail_on_error(f"{out} can't be written"):
-        # tied weights once; buffers keep their dtype
-        weights = {name: state[name].to(model.dtype) for name, _ in lm.named_parameters()}
-        buffers = {name: state[name] for name, _ in lm.named_buffers() if name in state}
-        lm.generation_config = GenerationConfig()  # transformers can't save all that it loads
-        lm.save_pretrained(out, state_dict=weights | buffers)
-        for path in Path(out).glob("*.safetensors"):  # they are written as private files
-            shutil.copymode(config, path)
-        for path in chain(*map(base.glob, MODEL_FILES)):
-            if not path.name.endswith((".index.json", "adapter_config.json")):
-                copy = Path(out, path.relative_to(base))
-                copy.parent.mkdir(exist_ok=True)
-                shutil.copyfile(path, copy)
-        names = {"dtype", "torch_dtype"} & read_json(config).keys()  # it varies by version
-        dtype = str(model.dtype).removeprefix("torch.")
-        set_in_json(config, dict.fromkeys(names or {"torch_dtype"}, dtype))
-        eos = eos_ids(generation_config)
-        eos += sorted(stop_ids(tokenizer, base) - {*eos})
-        set_in_json(generation_config, {"eos_token_id": eos if len(eos) > 1 else eos[0]})
-    if model.dtype.itemsize == 2:
-        print_changed_share(weights, base)
-
-
-def print_changed_share(weights, base):
-    """Prints which share of the weights, {name: tensor}, differs from those in the base's files.
-
-    Training keeps fp32 weights, and rounding to 16 bits undoes changes that are too small.
-    """
-    changed = total = 0
-    for path in base.glob("*.safetensors"):
-        with safe_open(path, "pt") as file:
-            for name in file.keys() & weights.keys():
-                old, new = file.get_tensor(name), weights[name]
-                if old.shape == new.shape:  # some families are stored in another form
-                    changed += (new != old.to(new.dtype)).sum().item()
-                    total += new.numel()
-    if total:
-        say(f"{100 * changed / total:.2f} % of the weights differ from the base's; the others' "
-            "changes, if any, were too small for 16 bits")
+    # tied weights once; buffers keep their dtype
+    weights = {name: state[name].to(model.dtype) for name, _ in lm.named_parameters()}
+    buffers = {name: state[name] for name, _ in lm.named_buffers() if name in state}
+    lm.generation_config = GenerationConfig()  # transformers can't save all that it loads
+    lm.save_pretrained(out, state_dict=weights | buffers)
+    for path in Path(out).glob("*.safetensors"):  # they are written as private files
+        shutil.copymode(config, path)
+    for path in chain(*map(base.glob, MODEL_FILES)):
+        if not path.name.endswith((".index.json", "adapter_config.json")):
+            copy = Path(out, path.relative_to(base))
+            copy.parent.mkdir(exist_ok=True)
+            shutil.copyfile(path, copy)
+    names = {"dtype", "torch_dtype"} & read_json(config).keys()  # it varies by version
+    dtype = str(model.dtype).removeprefix("torch.")
+    set_in_json(config, dict.fromkeys(names or {"torch_dtype"}, dtype))
+    eos = eos_ids(generation_config)
+    eos += sorted(stop_ids(tokenizer, base) - {*eos})
+    set_in_json(generation_config, {"eos_token_id": eos if len(eos) > 1 else eos[0]})
 
 
 def set_in_json(path, values):
@@ -1225,79 +1045,7 @@ def load_checkpoint(model, optimizer, directory):
     drop_checkpoints(directory.out, keep=directory.step)  # a kill may leave others, or partial ones
     if directory.step:
         path = os.path.join(directory.out, f"checkpoint-{directory.step}")
-        with fail_on_error(f"{path} is damaged; choose another --out to start over", parses=True):
-            weights, moments, tensors = training_state(model, optimizer)
-            dcp.load(tensors, storage_reader=dcp.HuggingFaceStorageReader(path))
-            set_state_dict(model, optimizer, model_state_dict=weights, optim_state_dict=moments,
-                           options=FLAT)
-
-
-# --- model card -----------------------------------------------------------------------------------
-
-CARD = """\
----
-{base_model}library_name: transformers
----
-
-- base: {base}
-- command: `{command}`
-- code: {version}
-- last metrics: `{metrics}`
-"""
-SERVING = """
-## Serving
-
-The dialogues of its training: `opening` is what colbench.py's `first_message(task, max_turns)`
-writes for a task with these fields and its own `problem_description`, and the agent has at most
-`max_turns` messages.
-```json
-{dialogue}
-```
-To serve the model with the prompts of training, in which any date is {date}:
-```bash
-vllm serve . --generation-config vllm --chat-template serve.j2
-```
-"""
-
-
-def write_card(out, tokenizer):
-    """Writes a run's model card, README.md, unless there is one, and a policy's serve.j2."""
-    if RANK:
-        return
-    rows = rows_of(out)
-    start = [row for row in rows if "args" in row][-1]
-    last = [row for row in rows if "step" in row][-1]
-    base = start["args"]["model"]
-    base_model = "" if os.path.isdir(base) else f"base_model: {base}\n"
-    card = CARD.format(base_model=base_model, base=base, command=shlex.join(start["argv"]),
-                       version=start["version"], metrics=json.dumps(last))
-    dialogue = start.get("dialogue")  # of a policy
-    if dialogue:
-        card += SERVING.format(dialogue=json.dumps(dialogue, indent=1), date=f"{TODAY:%d %b %Y}")
-        # what a template may take from its caller, the date and thinking, is fixed to training's
-        thinking = "true" if dialogue["thinking"] else "false"
-        template = (f"{{%- set enable_thinking = {thinking} -%}}\n"
-                    f"{STRFTIME_NOW}{tokenizer.get_chat_template()}")
-        with writing(os.path.join(out, "serve.j2")) as part:
-            Path(part).write_text(template, encoding="utf-8")
-    path = os.path.join(out, "README.md")  # which a model hub shows
-    if not os.path.exists(path):
-        with writing(path) as part:
-            Path(part).write_text(card, encoding="utf-8", errors="replace")
-
-
-def example_dialogue(trajectories):
-    """Returns what a program must know to talk with an agent trained on these trajectories."""
-    first = min(trajectories, key=Trajectory.sort_key).record
-    task = first["task"]
-    history, _ = next(turn_actions(first))
-    # a demonstration may show the agent what only the critic will see
-    shown = HIDDEN.format(hidden=hidden_information(task))
-    opening = [{"role": m["role"], "content": m["content"].removeprefix(shown)} for m in history]
-    fields = {"kind": task_kind(task)}
-    if "agent_prompt" in task:
-        fields["agent_prompt"] = task["agent_prompt"]
-    # collect.py's --max_turns; else the most that there are
-    n_turns = [t.record.get("meta", {}).get("max_turns", len(t.actions)) for t in trajectories]
-    return {"opening": opening, "max_turns": max(n_turns), "task": fields,
-            "thinking": first.get("meta", {}).get("thinking", 0)}
+        weights, moments, tensors = training_state(model, optimizer)
+        dcp.load(tensors, storage_reader=dcp.HuggingFaceStorageReader(path))
+        set_state_dict(model, optimizer, model_state_dict=weights, optim_state_dict=moments,
+                       options=FLAT)

@@ -23,18 +23,16 @@ metrics instead); and a Trainer class: each script has a loop that you can chang
     python train_critic.py --untrained 1 --model runs/base < in.jsonl > scored.jsonl
 """
 # Parse flags before importing torch, so that --help and flag errors are instant.
-from utils import (RANK, Log, RunDirectory, changed_scripts, fail, fail_on_error, flag,
-                   init_distributed, kept_and_shared, lr_at, machine_flags, open_stdout, parser,
-                   rows_of, run, say)
+from utils import (RANK, Log, RunDirectory, changed_scripts, fail, flag, init_distributed,
+                   kept_and_shared, lr_at, machine_flags, open_stdout, parser, rows_of, run, say)
 
 import gc
-import os
 from itertools import chain
 from types import SimpleNamespace
 
 
 def get_args(argv=None):
-    p = parser(__doc__, "%(prog)s [flags] < trajectories.jsonl > scored.jsonl", parallel=True)
+    p = parser(__doc__, "%(prog)s [flags] < trajectories.jsonl > scored.jsonl")
     flag(p, "model", "meta-llama/Llama-3.1-8B-Instruct", "initial model, also the reference pi_ref")
     mode = p.add_mutually_exclusive_group()
     flag(mode, "out", "runs/critic", "directory of a run: train a critic there, or resume its "
@@ -62,12 +60,22 @@ def get_args(argv=None):
     flag(g, "seed", 0, "random seed of the training order and held-out tasks", only="with --out")
     machine_flags(p)
     args = p.parse_args(argv)
+    if args.score is not None:  # the flags of its training, except those given now
+        args = p.parse_args(argv, finished_flags(args.score))
     if args.score is not None or args.untrained:
         args.out = None
-    p.refuse_unused(args, {"with --out": args.out is not None})
     if args.untrained:
         args.ref_context = "agent"
     return args
+
+
+def finished_flags(folder):
+    """Returns the flags of a finished critic's training."""
+    rows = rows_of(folder)
+    if not rows or "finished" not in rows[-1] or "ref_context" not in rows[0]["args"]:
+        fail(f"{folder!r} is not a finished run of train_critic.py")
+    *_, start = [row for row in rows if "args" in row]
+    return SimpleNamespace(**start["args"])
 
 
 if __name__ == "__main__":
@@ -76,10 +84,10 @@ if __name__ == "__main__":
 import torch
 import torch.nn.functional as F
 
+from colbench import content_hash
 from model import (action_logps, all_batches, base_digest, hold_out, load, load_checkpoint,
                    mean_loss, model_facts, read_trajectories, reference_logps, save,
-                   save_checkpoint, score, trajectory_pairs, turns_in, update, why_no_pairs,
-                   write_card)
+                   save_checkpoint, score, trajectory_pairs, turns_in, update)
 
 
 # --- the loss -------------------------------------------------------------------------------------
@@ -119,8 +127,9 @@ def train(args, device):
     trajectories, (ref_turn_of, pairs_of_task, held_out) = kept_and_shared(lambda: prepare(args))
     groups = list(pairs_of_task.values())
     batches = all_batches(groups, args.batch_size, args.epochs, args.seed)
-    directory.begin(groups, held_out, len(batches), tasks=list(pairs_of_task),
-                    **model_facts(args, device))
+    tasks = sorted({content_hash(t.record["task"]) for t in trajectories or ()
+                    if t.task in pairs_of_task})
+    directory.begin(groups, held_out, len(batches), tasks=tasks, **model_facts(args, device))
     if directory.finished:
         return trajectories, *load_critic(args, args.out, ref_turn_of, device)
 
@@ -149,7 +158,6 @@ def train(args, device):
             save_checkpoint(model, optimizer, args.out, step + 1)
 
     save(model, tokenizer, args.out)
-    write_card(args.out, tokenizer)
     log.finish()
     return trajectories, model, ref_logps
 
@@ -157,12 +165,7 @@ def train(args, device):
 def score_only(args, device):
     """Loads the critic of --score or --untrained. Returns what train() returns."""
     if args.score is not None:
-        trained = finished_flags(args.score, args.model if "model" in args.given else None)
-        # score as it was trained, with its ref_context and dtype and, for the pair accuracy, its
-        # beta and min_gap, except for the flags that are given now
-        for name in vars(trained).keys() - {*args.given, *RunDirectory.MAY_CHANGE}:
-            setattr(args, name, getattr(trained, name))
-        args.model = trained.model
+        check_pi_ref(args.score, args.model)
     trajectories, ref_turn_of = kept_and_shared(lambda: read_stdin(args))
     return trajectories, *load_critic(args, args.score, ref_turn_of, device)
 
@@ -200,25 +203,15 @@ def main(args):
 
 def print_pair_accuracy(args, trajectories, logps, ref_logps):
     """Prints the accuracy on the trajectory pairs of tasks that the critic was not trained on."""
-    trained_on = set()
-    if not args.untrained:
-        trained_on.update(rows_of(args.out or args.score)[0].get("tasks", ()))
-    unseen = [t for t in trajectories if "reward" in t.record and t.task not in trained_on]
-    pairs_of_task = trajectory_pairs(unseen, args.min_gap)
-    pairs = list(chain(*pairs_of_task.values()))
+    trained_on = [] if args.untrained else rows_of(args.out or args.score)[0]["tasks"]
+    unseen = [t for t in trajectories
+              if "reward" in t.record and content_hash(t.record["task"]) not in trained_on]
+    pairs = list(chain(*trajectory_pairs(unseen, args.min_gap).values()))
     if not pairs:
-        say("no pair accuracy: no task that the critic was not trained on has a pair of "
-            "trajectories, such as a solved and an unsolved one")
-        return
+        return say("no pair accuracy: no task that the critic was not trained on has a pair")
     _, metrics = batch_loss(args, pairs, logps, ref_logps)
-    kind = "solved/unsolved" if args.min_gap is None else f"at least {args.min_gap} apart"
-    few = ", few to judge by" if len(pairs) < 100 else ""
-    say(f"pair accuracy {100 * metrics['accuracy']:.1f} % ({len(pairs)} pairs {kind}{few}, of "
-        f"{len(pairs_of_task)} tasks that the critic was not trained on)")
-    if metrics["accuracy"] < 2 / 3:
-        advice = "train the critic" if args.untrained else "try another critic"
-        say("warning: this is below two thirds; a policy trained on these advantages may get "
-            f'worse: {advice} (README, "Should I train the critic?")')
+    say(f"pair accuracy {100 * metrics['accuracy']:.1f} % ({len(pairs)} pairs of tasks that the "
+        "critic was not trained on)")
 
 
 # --- data -----------------------------------------------------------------------------------------
@@ -239,7 +232,8 @@ def prepare(args):
     trajectories, ref_turn_of = read_stdin(args, "reward")
     pairs_of = trajectory_pairs(trajectories, args.min_gap)
     if not pairs_of:
-        fail(why_no_pairs(trajectories, args.min_gap))
+        fail("no task has a pair of trajectories: sample more per task with collect.py -k, or pair "
+             "by --min_gap 0")
     train_tasks, held_tasks = hold_out(pairs_of, args.held_out, args.seed)
     held_out = [pair for task in held_tasks for pair in pairs_of[task]]
     return trajectories, (ref_turn_of, {task: pairs_of[task] for task in train_tasks}, held_out)
@@ -247,46 +241,13 @@ def prepare(args):
 
 # --- a finished critic ----------------------------------------------------------------------------
 
-def finished_flags(folder, model=None):
-    """Returns the flags of a finished critic's training; their `model` is the path of its pi_ref.
-
-    model: where pi_ref is, if it is neither where it was nor moved together with the critic.
-    """
-    with fail_on_error(f"{folder or repr(folder)} is not a finished run of train_critic.py",
-                       parses=True):
-        rows = rows_of(folder)
-        if not rows:
-            raise ValueError("it has no metrics.jsonl of a run")
-        start = [row for row in rows if "args" in row][-1]
-        flags = SimpleNamespace(**start["args"])
-        if not hasattr(flags, "ref_context"):
-            raise ValueError("it is a run of train_policy.py")
-        if "finished" not in rows[-1]:
-            raise ValueError("it was interrupted; repeat its command to resume it")
+def check_pi_ref(folder, model):
+    """Exits if `model` has other weights than the pi_ref of the critic in a folder."""
     if changed := changed_scripts(folder):
         say(f"warning: the critic in {folder} was trained by another {changed}; to score as then, "
             f"run its own copies (python {folder}/NAME.py)")
-    flags.model = model or path_of_pi_ref(folder, start)
-    try:
-        found = base_digest(flags.model)
-    except SystemExit as e:
-        fail(f"the pi_ref of the critic in {folder} is not there; move it back, or pass it to "
-             f"train_critic.py --score by --model ({e.code})")
-    if found != start["model_weights"]:
-        fail(f"{flags.model} is not the pi_ref of the critic in {folder}: its weights differ. "
-             "Restore them, or run train_critic.py with the right --model")
-    return flags
-
-
-def path_of_pi_ref(folder, start):
-    """Returns where a critic's pi_ref is, relative to its folder, as both may have moved.
-
-    start: the row of metrics.jsonl with the flags of the training.
-    """
-    model, out = start["args"]["model"], start["args"]["out"]
-    old_model, old_out = os.path.join(start["cwd"], model), os.path.join(start["cwd"], out)
-    moved = os.path.join(folder, os.path.relpath(old_model, old_out))
-    return moved if os.path.isdir(moved) else model
+    if base_digest(model) != rows_of(folder)[0]["model_weights"]:
+        fail(f"{model} is not the pi_ref of the critic in {folder}; give that by --model")
 
 
 if __name__ == "__main__":

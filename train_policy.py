@@ -19,14 +19,14 @@ Left out on purpose: online sampling (instead, sample a second round with the tr
     python train_policy.py --loss mtdpo --model runs/base --out runs/mtdpo < trajectories.jsonl
 """
 # Parse flags before importing torch, so that --help and flag errors are instant.
-from utils import (Log, RunDirectory, add_warning, fail, flag, from_rank_0, init_distributed,
-                   lr_at, machine_flags, open_stdout, parser, print_warnings, rng, run)
+from utils import (Log, RunDirectory, fail, flag, from_rank_0, init_distributed, lr_at,
+                   machine_flags, open_stdout, parser, rng, run)
 
 from itertools import chain, cycle, product
 
 
 def get_args(argv=None):
-    p = parser(__doc__, "%(prog)s [flags] < scored.jsonl", parallel=True)
+    p = parser(__doc__, "%(prog)s [flags] < scored.jsonl")
     flag(p, "model", "meta-llama/Llama-3.1-8B-Instruct", "initial model, also the reference pi_ref")
     flag(p, "out", "runs/policy", "output directory; an interrupted run in it is resumed")
     flag(p, "loss", "dpo", "training data and objective, see above",
@@ -58,13 +58,6 @@ def get_args(argv=None):
     flag(g, "seed", 0, "random seed of the training order, the pairs and the held-out tasks")
     machine_flags(p)
     args = p.parse_args(argv)
-    p.refuse_unused(args, {
-        "with --out": True,
-        "with --held_out": args.held_out > 0,
-        "with --loss dpo": args.loss == "dpo",
-        "with --loss dpo or mtdpo": args.loss in ("dpo", "mtdpo"),
-        "with --loss mtdpo or --mix": args.loss == "mtdpo" or args.mix > 0,
-        "with --loss rft": args.loss == "rft"})
     if args.batch_size is None:
         args.batch_size = 32 if args.loss == "rft" else 8
     if args.epochs is None:
@@ -78,10 +71,9 @@ if __name__ == "__main__":
 import torch
 import torch.nn.functional as F
 
-from model import (Pair, Trajectory, action_logps, all_batches, base_digest, by_task,
-                   example_dialogue, hold_out, load, load_checkpoint, mean_loss, model_facts,
-                   read_trajectories, save, save_checkpoint, score, trajectory_pairs, turns_in,
-                   update, why_no_pairs, write_card)
+from model import (Pair, Trajectory, action_logps, all_batches, by_task, hold_out, load,
+                   load_checkpoint, mean_loss, model_facts, read_trajectories, save,
+                   save_checkpoint, score, trajectory_pairs, turns_in, update)
 
 
 # --- the loss -------------------------------------------------------------------------------------
@@ -123,10 +115,9 @@ def batch_loss(args, pairs, logps, ref_logps):
 def main(args):
     emit, device = open_stdout(), init_distributed()
     directory = RunDirectory(args)
-    groups, held_out, dialogue = from_rank_0(lambda: prepare(args))
+    groups, held_out = from_rank_0(lambda: prepare(args))
     batches = all_batches(groups, args.batch_size, args.epochs, args.seed)
-    directory.begin(groups, held_out, len(batches), dialogue=dialogue,
-                    **model_facts(args, device))
+    directory.begin(groups, held_out, len(batches), **model_facts(args, device))
     summary = {"summary": "train_policy", "out": args.out, "steps": len(batches)}
     if directory.finished:
         emit(summary)
@@ -159,7 +150,6 @@ def main(args):
             save_checkpoint(model, optimizer, args.out, step + 1)
 
     save(model, tokenizer, args.out)
-    write_card(args.out, tokenizer)
     log.finish()
     emit(summary)
 
@@ -167,18 +157,19 @@ def main(args):
 # --- pairs ----------------------------------------------------------------------------------------
 
 def prepare(args):
-    """Reads stdin; returns ([[Pair]] to train on, [Pair] held out, an example_dialogue)."""
+    """Reads stdin; returns ([[Pair]] to train on, [Pair] held out)."""
     needs_reward = args.loss == "mtdpo" or args.mix > 0 or (args.loss == "rft" and not args.all)
     fields = ["reward"] if needs_reward else []
     trajectories = read_trajectories(args, *fields, pi_reads_c=False, ref_reads_c=False)
     groups = [(task, pairs) for task, pairs in make_groups(args, trajectories) if pairs]
     if not groups:
-        fail(why_no_groups(args, trajectories))
+        fail(f"nothing to train on with --loss {args.loss}: dpo needs candidates with advantages, "
+             "mtdpo a solved and an unsolved trajectory of a task, rft a solved one")
     _, held_tasks = hold_out(dict(groups), args.held_out, args.seed)
     held_tasks = set(held_tasks)
     training = [pairs for task, pairs in groups if task not in held_tasks]
     held_out = [pair for task, pairs in groups if task in held_tasks for pair in pairs]
-    return training, held_out, example_dialogue(trajectories)
+    return training, held_out
 
 
 def make_groups(args, trajectories):
@@ -188,13 +179,10 @@ def make_groups(args, trajectories):
                 for (task, _), group in by_task(trajectories).items()]
     if args.loss == "mtdpo":
         return list(trajectory_pairs(trajectories, args.min_gap).items())
-    groups, weights = [], base_digest(args.model)
+    groups = []
     for t in sorted(trajectories, key=Trajectory.sort_key):
         pairs = [pair for _, *candidates in t.actions for pair in candidate_pairs(args, candidates)]
         groups.append((t.task, pairs))
-        if pairs:
-            warn_of_another_model(t, weights)
-    print_warnings()
     if args.mix:
         n_pairs = args.mix * sum(len(pairs) for _, pairs in groups)
         groups += groups_to_mix(args, trajectories, n_pairs)
@@ -228,20 +216,11 @@ def candidate_pairs(args, candidates):
     return list(distinct.values())[:args.pairs_per_turn]
 
 
-def warn_of_another_model(trajectory, weights):
-    """Warns if candidates were sampled from other weights than pi_ref's. weights: their hash."""
-    meta = trajectory.record.get("meta", {})
-    meta = meta.get("candidates", meta)  # candidates that collect.py added later have their own
-    if meta.get("model_weights", weights) != weights:
-        add_warning("episodes have candidates that were not sampled from --model, which is pi_ref",
-                    f"the task {trajectory.task}")
-
-
 def groups_to_mix(args, trajectories, n_pairs):
     """Returns [(task id, [Pair] of trajectories)], with at least n_pairs: whole tasks, repeated."""
     by_reward = list(trajectory_pairs(trajectories, args.min_gap).items())
     if not by_reward:
-        fail(f"--mix: {why_no_pairs(trajectories, args.min_gap)}")
+        fail("--mix: no task has a pair of trajectories")
     rng("mix", args.seed).shuffle(by_reward)
     groups = []
     for task, pairs in cycle(by_reward):
@@ -249,19 +228,6 @@ def groups_to_mix(args, trajectories, n_pairs):
             return groups
         groups.append((task, pairs))
         n_pairs -= len(pairs)
-
-
-def why_no_groups(args, trajectories):
-    """Returns an error message for records of which make_groups makes no pair."""
-    if args.loss == "mtdpo":
-        return why_no_pairs(trajectories, args.min_gap)
-    turns = [action.turn for t in trajectories for message in t.actions for action in message]
-    why = "no trajectory is solved (--all 1 trains on all of them)"
-    if args.loss == "dpo":
-        why = ("no turn has two candidates (collect.py --candidates 16) of different advantages "
-               "(train_critic.py), the better one complete; --loss mtdpo needs no candidates")
-    return (f"nothing to train on in {len(trajectories)} records, {turns.count(None)} of whose "
-            f"{len(turns)} turns are too long for --max_length or --model: {why}")
 
 
 if __name__ == "__main__":

@@ -165,9 +165,8 @@ def turns_of(tokenizer, record):
     thinking = record.get("meta", {}).get("thinking", 0)
     turns = []
     for history, actions in model.turn_actions(record):
-        action, without = model.action_ids(tokenizer, actions[0], history, thinking)
-        prompt = model.render(tokenizer, history, thinking)
-        turns.append(model.Turn(model.packed(prompt[:len(prompt) - without]), action))
+        action = model.action_ids(tokenizer, actions[0], history, thinking)
+        turns.append(model.Turn(model.packed(model.render(tokenizer, history, thinking)), action))
     return turns
 
 
@@ -191,7 +190,7 @@ def read_by(given, trainer, *flags):
     args = trainer.get_args([*map(str, flags), "--out", "x"])
     with stdin_of(given):
         if trainer.__name__ == "train_policy":
-            return trainer.prepare(args)[:2]
+            return trainer.prepare(args)
         _, (_, pairs_of, held_out) = trainer.prepare(args)
         return list(pairs_of.values()), held_out
 
@@ -283,9 +282,8 @@ def nucleus(logps, top_p):
 
 @pytest.fixture(autouse=True)
 def no_warnings():
-    """No test finds the warnings about data, or the tracebacks, that another one has left."""
+    """No test finds the warnings about data that another one has left."""
     utils.WARNINGS.clear()
-    utils.SHOWN.clear()
 
 
 @pytest.fixture(scope="session")

@@ -234,7 +234,7 @@ def read_stdin(name, args):
         groups = list(pairs_of.values())
         ref_turns, critic_turns = list(ref_turn_of.values()), list(ref_turn_of)
     else:
-        groups, held, _ = trainer.prepare(args)
+        groups, held = trainer.prepare(args)
         critic_turns = []
         ref_turns = turns_in(chain(*groups, held)) if args.loss != "rft" else []
     return find_model(args.model)[2], groups, ref_turns, critic_turns
@@ -264,8 +264,7 @@ def human_plan(flags):
         for t, message in enumerate(history):
             if message["role"] == "user" and t and history[t - 1]["role"] == "assistant":  # a reply
                 request = [{"role": "user", "content": human_prompt(task, history[:t])}]
-                with fail_on_error("--human_model's chat template rejects the human's prompt",
-                                   parses=True):
+                with fail_on_error("--human_model's chat template rejects the human's prompt"):
                     read += count(tokenizer.apply_chat_template(
                         request, tokenize=False, add_generation_prompt=True))
                 written += count(message["content"]) + 1  # with the end token

@@ -4,7 +4,6 @@ import random
 import pytest
 
 import colbench
-import utils
 from colbench import ANSWER, read_action, task_id
 from conftest import DOUBLE, SHARED, records, task
 
@@ -49,57 +48,9 @@ def test_first_message_takes_braces_as_they_are():
     assert colbench.first_message(own, 7)["content"].startswith("7 of {dict}: a {dict}")
 
 
-class Plain(colbench.Environment):
-    agent_prompt = '{ANSWER} {OUTPUT} {max_turns}: {problem_description} {"a": 1} {} {0} {a: b}'
-    human_prompt = "{problem_description} {hidden_information} {dialogue} {'x': y}"
-
-
-def warned(task=DOUBLE, llm_human=True):
-    """The warnings about a task's prompts, and what they are about."""
-    utils.WARNINGS.clear()
-    colbench.check_prompts(task, llm_human)
-    return {what: examples[0] for what, examples in utils.WARNINGS.items()}
-
-
-def test_a_prompt_that_hides_the_task_or_is_misspelled_is_warned_of(monkeypatch):
-    """Each placeholder in turn: left out, misspelled, with blanks. Other braces are text."""
-    for kind in colbench.ENVIRONMENTS:
-        assert not warned({**DOUBLE, "kind": kind})
-    monkeypatch.setitem(colbench.ENVIRONMENTS, "plain", Plain)
-    plain = {**DOUBLE, "kind": "plain", "id": "a", "problem_description": "write f"}
-    assert not warned(plain)
-    needed = "{problem_description}", "{hidden_information}", "{dialogue}"
-    for which, known in colbench.PLACEHOLDERS.items():
-        prompt = getattr(Plain, which)
-        for name in known:
-            hides = which == "agent_prompt" and name == needed[0] or which != "agent_prompt" and (
-                name in needed[1:])
-            for wrong in ("", name[:3] + name[4:], name.replace("{", "{ "), name.title()):
-                with monkeypatch.context() as m:
-                    m.setattr(Plain, which, prompt.replace(name, wrong))
-                    got = warned(plain)
-                    assert len(got) == hides + bool(wrong), (which, wrong)
-                    assert all(which in what for what in got)
-                    if wrong:
-                        (what,) = (x for x in got if "is not filled in; known are {problem_" in x)
-                        assert got[what] == f"{wrong} in the task a"
-                    if hides:
-                        (what,) = (x for x in got if "does not show" in x)
-                        assert got[what] == "the task a"
-                    assert bool(warned(plain, llm_human=False)) == (
-                        which == "agent_prompt" and (hides or bool(wrong)))
-    monkeypatch.setattr(Plain, "agent_prompt", "{problem_descripton}")
-    assert not warned({**plain, "agent_prompt": "Please write f"})  # as described
-    assert len(warned({**plain, "agent_prompt": "Now {description}"})) == 2
-    assert len(warned({**plain, "agent_prompt": "Now what?"})) == 1
-
-
 def test_task_id_is_given_or_a_hash_of_all_that_the_task_is():
-    for own in (5, 5.0, "5"):  # pandas writes 5 as 5.0
-        assert task_id({**DOUBLE, "id": own}) == "5"
-    ids = 0, -1.0, 1e16, 10 ** 30, 5.5, "5.0", "x", True, [5]
-    assert [task_id({**DOUBLE, "id": own}) for own in ids] == [
-        "0", "-1", "10000000000000000", "1" + 30 * "0", "5.5", "5.0", "x", "True", "[5]"]
+    ids = 0, "0", 5.5, "x", True, [5]
+    assert [task_id({**DOUBLE, "id": own}) for own in ids] == ["0", "0", "5.5", "x", "True", "[5]"]
     assert task_id(DOUBLE) == task_id(dict(reversed(DOUBLE.items()), kind="backend", id=None))
     others = [{**DOUBLE, name: "x"} for name in (
         "problem_description", "ground_truth", "hidden_information", "test_cases", "agent_prompt",

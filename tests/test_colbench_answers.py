@@ -156,51 +156,22 @@ def test_what_is_code_is_settled_before_any_of_it_runs(grader, answer, reward):
 
 
 DOUBLES, TABLE = "def f(x):\n    return T[x]", "T = {}\nfor i in range(99):\n    T[i] = 2 * i"
-STUBS = ["...", "pass", "'Doubles.'", "'Doubles.'\n    ...", "raise NotImplementedError"]
-STUBS = [f"{start} f(x):\n    {body}" for body in STUBS
-         for start in ("def", "async def", "@print\ndef")]
 USAGES = [  # what may follow a function, and must not cost it its reward
     "while True: pass", "import time\nwhile True:\n    print(f(2))\n    time.sleep(60)",
-    "for i in range(10 ** 12): f(i)",
-    "import timeit\nt = timeit.timeit(lambda: f(5), number=10 ** 12)",
-    "import timeit\nk = 3\nprint(timeit.timeit(lambda: f(k), number=10 ** 12))",
-    "results = []\nfor i in range(10 ** 12):\n    results.append(f(i))",
-    "result = [f(i) for i in range(10 ** 12)]\nassert result", "assert f(2) == 5, 'no'",
-    "n = int(input())\nprint(f(n))", "def main():\n    while True: f(2)\nmain()",
-    "while True:\n    try:\n        n = int(input())\n        break\n"
-    "    except Exception:\n        pass",
-    "import sys\nsys.exit(f(2))", "try:\n    while True: f(2)\nexcept KeyboardInterrupt: pass",
+    "import timeit\nt = timeit.timeit(lambda: f(5), number=10 ** 12)", "assert f(2) == 5, 'no'",
+    "n = int(input())\nprint(f(n))", "import sys\nsys.exit(f(2))", "del f",
     "import unittest\nclass T(unittest.TestCase):\n    def test(self): pass\nunittest.main()",
-    "from my_module import f\nprint(f(2))", "for f in [1, 2]: print(f)", "del f", "f(10 ** 12)",
-    "with open('x') as f: pass", "if f(2) == 4:\n    while True: pass", "f.cache = {}\nf.x"]
+    "from my_module import f\nprint(f(2))", "for f in [1, 2]: print(f)", "f.cache = {}\nf.x"]
 LATER = [  # blocks that need one another, and the reward
-    ((DOUBLES, TABLE), 1), ((TABLE, DOUBLES), 1), ((DOUBLES, *TABLE.split("\n", 1)), 1),
-    ((DOUBLES, "k = range(99)\nT = [2 * i for i in k]"), 1),
-    ((DOUBLES, "T = []", "T += [0, 2, 4, 6, 8]"), 1),
-    ((DOUBLES, "T: list = [0, 2, 4, 6, 8]"), 1), ((DOUBLES, "T, U = [0, 2, 4, 6, 8], 3"), 1),
-    ((TABLE.replace("2", "3") + "\n" + DOUBLES, f"{TABLE}\n{DOUBLES}"), 1),
-    ((f"{TABLE}\n{DOUBLES}", TABLE.replace("2", "3") + "\n" + DOUBLES), 0),
-    (("def f(x): return g(x)", "def g(x): return k * x", "k = 2"), 1),
-    (("def f(x): return np.add(x, x)",
-      "try:\n    import numpy as np\nexcept ImportError:\n    np = 0"), 1),
+    ((TABLE, DOUBLES), 1), (("def f(x): return g(x)", "def g(x): return 2 * x"), 1),
     (("def f(x): return g(x)", "try:\n    from nosuch import g\nexcept ImportError:\n"
-      "    def g(x): return 2 * x"), 1),
+      "    def g(x): return 2 * x", "def h(): pass"), 1),
     (("print(f(1))", "k = 1\nfor i in range(1): k += 1", "def f(x): return k * x"), 1),
-    ((WRONG, "f = lambda x: 2 * x"), 1), ((RIGHT, "f = lambda x: 3 * x"), 0),
-    ((RIGHT, "import functools\nf = functools.cache(f)"), 1),
-    (("f = lambda x: 2 * x", STUBS[0]), 1),
-    ((STUBS[0], RIGHT), 1), ((STUBS[0], STUBS[3]), 0), ((WRONG, STUBS[0]), 0),
-    ((f"{STUBS[0]}\n{RIGHT}",), 1), ((f"{RIGHT}\n{STUBS[0]}",), 0),  # one block is as it stands
-    ((f"{RIGHT}\nwhile True: pass",), 0), ((RIGHT, f"{STUBS[0]}\n{WRONG}"), 0),
-    ((RIGHT, "import nosuch\nclass A(nosuch.B): pass\n" + WRONG), 0),
-    (("class A:\n    def g(s, x): return 2 * x\ndef f(x): return A().g(x)",
-      "class A:\n    def g(s, x): ..."), 1),
-    (("x = " + " + ".join("1" * 900) + "\n" + RIGHT, "y = " + " + ".join("1" * 900)), 1)]
-LATER += [((RIGHT, stub), 1) for stub in STUBS] + [((RIGHT, usage), 1) for usage in USAGES]
-LATER += [((WRONG, usage, RIGHT, usage), 1) for usage in USAGES[::3]]
+    ((RIGHT, f"{RIGHT}\n{WRONG}"), 0), ((f"{RIGHT}\nwhile True: pass",), 0)]
+LATER += [((RIGHT, usage), 1) for usage in USAGES]
 
 
-def test_behind_a_function_only_what_defines_something_is_run(grader, quick):
+def test_behind_the_last_function_nothing_is_run(grader, quick):
     for blocks, reward in LATER:
         answer = fenced(*blocks) if len(blocks) > 1 else blocks[0]
         assert grader.grade(DOUBLE, answer)["reward"] == reward, answer

@@ -1,5 +1,4 @@
 """Own environments: the manual's, twenty questions, through all scripts; and careless ones."""
-import copy
 import json
 import random
 import re
@@ -9,7 +8,6 @@ import numpy
 import pytest
 
 import colbench
-import evaluate
 import toy
 from conftest import DOUBLE, HONEST, ROOT, actions, copy_scripts, records, save, succeed
 
@@ -70,8 +68,7 @@ def test_twenty_questions_go_through_all_scripts(repo, monkeypatch):
     graded, told = run("colbench.py", "grade", stdin=played)
     found = [float(r["answer"].strip() == r["task"]["ground_truth"]) for r in graded]
     assert [r["reward"] for r in graded] == found and 0 < sum(found) < len(found) == 48
-    mean = f"{100 * sum(found) / 48:.1f} % words found by own rules (mean over tasks)"
-    assert f"48 answers: {mean}; 0 with a" in told
+    assert "graded 48 answers\n" in told
 
     train = ["--model", "tiny", "--epochs", 1, "--lr", 1e-4, "--out"]
     scored, _ = run("train_critic.py", *train, "critic", stdin=graded)
@@ -121,13 +118,11 @@ def test_what_an_environment_changes_is_its_own_copy(grading, playing, episodes,
     assert len(played["dialogue_history"]) == 6 and "spoiled" not in json.dumps(played)
     (graded,), _, _ = grading([played])
     assert graded == {**played, "reward": 1.0}
-    before = copy.deepcopy(graded)
-    assert evaluate.episode_metrics(graded)["success"] and graded == before
 
 
 @pytest.mark.parametrize("returned, why", [
-    ({"reward": True}, "reward is not a finite number"), ({}, "'reward'"),
-    ({"reward": float("nan")}, "reward is not a finite number"), ({"reward": 1.5}, "between 0 and"),
+    ({"reward": True}, "reward is not a finite number"),
+    ({"reward": float("nan")}, "reward is not a finite number"),
     ({"reward": numpy.float32(1)}, "reward is not a finite number"),
     ({"reward": 1.0, "tests": {"a": True}}, "tests.a is not text")])
 def test_a_grade_that_no_record_can_hold_is_reported_and_the_others_are_kept(returned, why, grading,
@@ -142,5 +137,5 @@ def test_a_grade_that_no_record_can_hold_is_reported_and_the_others_are_kept(ret
              for i, answer in enumerate(("a", "odd", "b"))]
     graded, told, end = grading(given)
     assert [(r["task"]["id"], r["reward"]) for r in graded] == [(0, 1.0), (2, 1.0)]
-    assert "task 1 could not be graded: ValueError: its grade returned {" in told and why in told
+    assert f"task 1 could not be graded: ValueError: {why}" in told
     assert "1 answers could not be graded" in str(end)

@@ -24,8 +24,8 @@ import pytest
 
 import colbench
 from colbench import Grader, GraderError, get_args, grade_records
-from conftest import (DOUBLE, FULL, HONEST, PYTHON, ROOT, complaint, descendants, gone, lines, records,
-                      shell, task, until)
+from conftest import (DOUBLE, FULL, HONEST, PYTHON, ROOT, descendants, gone, lines, records, task,
+                      until)
 
 # what the attacks look for: two listeners, a readable file, one to delete, a variable
 STREAM = socket.create_server(("127.0.0.1", 0))  # on any free port
@@ -79,12 +79,6 @@ VERDICTS = [  # an answer, and its verdict or those of each test
      "def f(x): return E(0)", "wrong value"),
     (doing("yield x"), 'value refused "TypeError: generator"'),
     (doing("a = []; a.append(a); return a"), 'value refused "nested too deeply"'),
-    *(("import codecs, io, sys\n" + doing(line), "pass") for line in (
-        "sys.stdout = io.TextIOWrapper(sys.stdout.buffer); print(x)",
-        "print(x); sys.stdout.close()",
-        "sys.stdout = codecs.getwriter('utf-8')(sys.stdout.detach()); print(x)",
-        "sys.stdin = io.TextIOWrapper(sys.stdin.buffer); sys.stdin.read()",
-        "sys.stderr.write('a'); sys.stderr = None")),
     (HONEST + "#" * ((1 << 18) - len(HONEST)), "pass"),
     (HONEST + "#" * ((1 << 18) - len(HONEST) + 1), "not run: it has more than 262,144 characters")]
 ODDITIES = {  # honest code of all kinds, all right
@@ -136,14 +130,12 @@ def f(x):
     wanted = [*(f"no expected value: {why}" for why in why), "wrong value", "pass"]
     verdicts = dict(zip(odd["test_cases"], wanted))
     assert grader.grade(odd, code) == {"reward": 1 / 5, "tests": verdicts}
-    verdicts["test4"] = VARIES
+    verdicts = dict.fromkeys(verdicts, colbench.MAY_VARY)
     tasks = [{"task": {"id": n, **t}, "n": n} for n, t in enumerate((DOUBLE, odd, DOUBLE))]
     kept, told, _ = grading(tasks, command="check")
-    del verdicts["test5"]
     assert kept == [tasks[0], tasks[2]] and told == f"task 1 dropped: {verdicts}\n"
 
 
-VARIES, CLOCK = colbench.VARIES, colbench.CLOCK
 RANDOM = {  # bodies of references whose values vary, most of them between two values only
     "a choice": "import random; return random.choice([1, 2])",
     "a rare event": "import random; return random.random() < .1",
@@ -178,10 +170,6 @@ READS_CLOCK = {  # bodies of references whose values change with the day
     "another name": "from time import time as n; return int(n()) % 2",
     "a deadline": "from datetime import date; return date.today() > date(2025, 6, 1)"}
 REPEATABLE = {  # bodies of references that look like these and always give the same value
-    "a seed": "import random; random.seed(3); return random.random()",
-    "a generator of its own": "import random; return random.Random(3).random()",
-    "numpy's own": "import numpy as np; return float(np.random.default_rng(3).random())",
-    "sorted": "import random; x = [3, 1, 2]; random.shuffle(x); return sorted(x)",
     "dates": """from datetime import date, datetime, timedelta
     day = datetime.strptime('2024-02-28 12', '%Y-%m-%d %H')
     assert isinstance(day, date) and isinstance(day.date(), date) and type(day) is datetime
@@ -189,18 +177,15 @@ REPEATABLE = {  # bodies of references that look like these and always give the 
     "the time of a date": "import datetime as d; t = d.datetime(2024, 2, 3, 4); "
                           "return [t.time(), t.strftime('%Y'), d.datetime.time(t), d.time()]",
     "a text": "from datetime import date; return date(2024, 2, 3).strftime('%Y')",
-    "times of a clock": "import time; day = time.gmtime(9 ** 9); return [time.strftime('%Y', day), "
-                        "time.asctime(day), time.ctime(9 ** 9), time.localtime(0).tm_year]",
     "words": "time, operand, today, now = x, 3, 4, 5; return [time, operand, today, now]"}
 
 
 @pytest.mark.parametrize("what", [*RANDOM, *READS_CLOCK])
-def test_check_drops_a_reference_whose_value_varies_in_every_run(what, graders):
+def test_check_drops_a_reference_that_may_draw_random_numbers_or_read_a_clock(what, graders):
     """Also if it has two values, and the two that grade compares are often equal."""
     odd = task(f"def f(x):\n    {RANDOM.get(what) or READS_CLOCK[what]}", "f(1)")
     for grader in graders:
-        assert [grader.check(odd) for _ in range(3)] == 3 * [
-            {"reward": 0, "tests": {"test1": VARIES if what in RANDOM else CLOCK}}]
+        assert grader.check(odd) == {"reward": 0, "tests": {"test1": colbench.MAY_VARY}}
 
 
 @pytest.mark.parametrize("what", REPEATABLE)
@@ -237,7 +222,7 @@ def test_a_value_is_the_same_in_a_child_with_other_modules(test, code, grader):
     assert grader.grade(task("import math\n" + code, test), code)["reward"] == 1
 
 
-def test_every_codec_is_there_and_an_answer_that_claims_to_lack_one_is_not_run_for_ever(grader):
+def test_every_codec_is_there(grader):
     names = sorted({*encodings.aliases.aliases.values()} - {"mbcs", "oem"})  # of Windows
     code = """def f(name, data=b'4'):
     try: return str(data, name)
@@ -247,11 +232,6 @@ def test_every_codec_is_there_and_an_answer_that_claims_to_lack_one_is_not_run_f
     given = grader.results(code, [f"f({name!r})" for name in names])
     wanted = grader.results("", [repr(space["f"](name)) for name in names])
     assert dict(zip(names, given)) == dict(zip(names, wanted))
-    claims = ("import os\ndef f(x):\n    for fd in range(3, 64):\n"
-              f"        try: os.write(fd, {colbench.NEEDS_CODECS!r})\n"
-              "        except OSError: pass\n    return 2 * x")
-    for answer in (claims, f"numpy = 1\n{claims}"):
-        assert {*grader.grade(DOUBLE, answer)["tests"].values()} == {"wrong value"}
 
 
 PACKAGES = Path(find_spec("sympy").origin).parents[1]
@@ -290,53 +270,12 @@ def test_what_numpy_and_sympy_import_late_is_loaded(grader):
     assert late and not [name for name in late if not re.match(NOT_FOR_ANSWERS, name)]
 
 
-STATES = {  # what a test may do to a library: and an expression that then has another value
-    "decimal.getcontext().prec = 5": "str(decimal.Decimal(1) / 3)",
-    "decimal.setcontext(decimal.Context(prec=5))": "str(decimal.Decimal(1) / 3)",
-    "c = decimal.getcontext(); c.prec -= 9": "str(decimal.Decimal(1) / 3)",
-    "decimal.getcontext().traps[decimal.Inexact] = True":
-        "decimal.getcontext().traps[decimal.Inexact]",
-    "random.seed(x); random.seed = int": "random.seed is int",
-    "sys.setrecursionlimit(10 ** 5)": "sys.getrecursionlimit()",
-    "sys.path.append('x')": "'x' in sys.path",
-    "sys.modules['os'] = None": "sys.modules['os'] is None",
-    "sys.set_int_max_str_digits(700)": "sys.get_int_max_str_digits()",
-    "warnings.simplefilter('error')": "len(warnings.filters)",
-    "warnings.filterwarnings('error')": "len(warnings.filters)",
-    "numpy.seterr(all='raise')": "str(numpy.geterr())",
-    "numpy.set_printoptions(precision=1)": "str(numpy.array([1 / 3]))",
-    "math.pi = 3": "math.pi", "setattr(math, 'tau', 3)": "math.tau",
-    "del math.e": "hasattr(math, 'e')", "builtins.abs = int": "abs(-1)",
-    "math.__dict__.update(inf=3)": "math.inf", "string.digits += 'x'": "string.digits",
-    "os.environ['A'] = 'b'": "'A' in os.environ", "os.environ.update(A='b')": "'A' in os.environ",
-    "calendar.setfirstweekday(6)": "calendar.firstweekday()", "gc.disable()": "gc.isenabled()",
-    "json.JSONEncoder.item_separator = ';'": "json.dumps([1, 2])",
-    "csv.register_dialect('mine', delimiter=';')": "'mine' in csv.list_dialects()",
-    "csv.field_size_limit(3)": "csv.field_size_limit()",
-    "numbers.Number.register(str)": "isinstance('', numbers.Number)",
-    "logging.basicConfig(level=10)": "logging.root.level",
-    "logging.disable(50)": "logging.root.manager.disable",
-    "mimetypes.add_type('a/b', '.q')": "str(mimetypes.guess_type('a.q'))"}
-
-
-def test_no_test_meets_the_state_in_which_another_one_left_a_library(grader):
-    for change, seen in STATES.items():
-        names = re.findall(r"\b[a-z]+(?=\.)", f"{change} {seen}")
-        modules = sorted({*names} & {*sys.stdlib_module_names, "numpy"})
-        code = f"import {', '.join(modules)}\ndef f(x):\n    if x: {change}\n    return {seen}"
-        before, between, after = grader.results(code, ["f(0)", "f(1)", "f(0)"])
-        assert before == after != between and before.startswith(b"value "), (change, before, after)
-
-
-@pytest.mark.parametrize("part", [
-    "a", ".a", ".a[", ".a[]", ".a ", ".a+", "self.", "set_", "x\n", "seed", "\\", "del a", "(",
-    "time", "time(", "time( ", "strftime(", "datetime64( "])
+@pytest.mark.parametrize("part", ["a", ".a", "\\", "(", "time", "import ", "from "])
 def test_no_text_takes_long_to_look_through(part):
-    """By the patterns that choose a server, and a child per test."""
+    """By the patterns that choose a server, and by that of check."""
     begin = time.process_time()
     for text in (part * (colbench.LIMITS["code"] // len(part)), part[:1] + part[1:2] * 260_000):
-        for pattern in (*(pattern for pattern, _ in colbench.SERVERS), colbench.CHANGES_STATE,
-                        colbench.MAY_BE_RANDOM, colbench.READS_CLOCK):
+        for pattern in (*(pattern for pattern, _ in colbench.SERVERS), colbench.RANDOM_OR_CLOCK):
             re.search(pattern, text)
     assert time.process_time() - begin < 2
 
@@ -610,17 +549,12 @@ def test_a_busy_machine_takes_nothing_from_a_right_answer(monkeypatch):
             p.kill(), p.wait()
 
 
-@pytest.mark.parametrize("schedstat, least, most", [
-    (None, .15, 9), ("1 0 1", .15, 9), (f"1 {10 ** 18} 1", 0, .15), ("0 0 0", .05, .19)])
-def test_a_third_of_the_time_asleep_is_charged(schedstat, least, most, monkeypatch):
-    """Waiting for a CPU is not charged; of a kernel that does not tell, a tenth of all time is."""
-    request = {"text": SLEEP.format(.6), "tests": ["f(None)"], "official": False, "seed": None}
+def test_a_tenth_of_the_time_asleep_is_charged():
+    request = {"text": SLEEP.format(.6), "tests": ["f(None)"], "official": False}
     server = colbench.ForkServer(["time"])
-    if schedstat:
-        monkeypatch.setattr(colbench.pathlib.Path, "read_text", lambda path: schedstat)
     results, seconds = server.run(request, 9, 9)
     server.stop()
-    assert results == [b"none"] and least <= seconds < most
+    assert results == [b"none"] and .06 <= seconds < .5
 
 
 def test_a_reference_runs_once_for_the_same_tests(grader, monkeypatch):
@@ -694,7 +628,7 @@ def test_no_descriptor_and_no_process_is_left_by_an_answer(grader):
 
 def test_a_child_dies_with_its_server():
     server = colbench.ForkServer(["time"])
-    request = {"text": SLEEP.format(30), "tests": ["f(1)"], "official": False, "seed": None}
+    request = {"text": SLEEP.format(30), "tests": ["f(1)"], "official": False}
     with ThreadPoolExecutor(1) as pool:
         run = pool.submit(server.run, request, 99, 99)
         until(lambda: descendants(server.process.pid))
@@ -809,15 +743,13 @@ def test_a_child_has_its_own_limits_or_smaller_ones_of_the_machine(name, value):
     assert [r["reward"] for r in records(out)] == [1], err
 
 
-@pytest.mark.parametrize("soft, hard, fewer", [(30, 2000, False), (30, 60, True)])
-def test_few_files_mean_a_higher_soft_limit_or_fewer_workers(soft, hard, fewer):
+def test_few_files_mean_a_higher_soft_limit():
     """With all kinds of servers in use."""
     answers = [HONEST, f"import time\n{HONEST}", f"import numpy\n{HONEST}"] * 20
     grading = grading_limited([{"task": DOUBLE, "answer": answer} for answer in answers], 16,
-                              {"NOFILE": (soft, hard)})
+                              {"NOFILE": (30, 2000)})
     out, err = grading.communicate()
     assert [r["reward"] for r in records(out)] == [1] * 60, err
-    assert bool(re.search(rf"[1-9] instead of 16 workers, .* at most {hard} files", err)) == fewer
 
 
 def test_a_machine_that_can_not_fork_is_named(monkeypatch, tmp_path):
@@ -838,12 +770,6 @@ def test_children_die_first_when_memory_ends(grader):
     own, theirs = (int(Path(f"/proc/{pid}/oom_score_adj").read_text())
                    for pid in ("self", server.process.pid))
     assert theirs == 1000 > own
-
-
-@pytest.mark.parametrize("command", ["serve", "serve 00", "serve x json", "serve <&-"])
-def test_a_user_who_types_serve_is_told_the_commands(command):
-    redirect = "" if "<" in command else "< /dev/null"
-    complaint(shell(f"python colbench.py {command} {redirect}"), "grade and check")
 
 
 # --- records --------------------------------------------------------------------------------------
@@ -897,56 +823,48 @@ def odd(monkeypatch):
 @pytest.mark.parametrize("last, n, message", [
     ("none", 40, "3 answers could not be graded"), ("grader", 20, "no sandbox")])
 def test_a_grade_that_raises_loses_its_own_record_alone(last, n, message, odd, grading):
-    """It is said and left out, and ends the program after all the others; a GraderError at once.
-
-    The mean of those graded is said, too.
-    """
+    """It is said and left out, and ends the program after all the others; a GraderError at once."""
     answers = [str(i) for i in range(40)]
     answers[3], answers[17], answers[20], answers[39] = "value", "key", last, "recursion"
     good = [answer for answer in answers[:n] if answer not in ERRORS]
     done, told, end = grading(map(odd, answers))
     assert [r["answer"] for r in done] == good and message in str(end)
     assert "ValueError: one?two\n" in told
-    assert (f"\ngraded {len(good)} answers: 100.0 % reward by own rules (mean over tasks); 0 with "
-            "a failure\n") in told
+    assert f"\ngraded {len(good)} answers\n" in told
 
 
-def test_failures_are_counted_and_those_of_an_earlier_grading_are_gone(odd, grading):
+def test_failures_of_an_earlier_grading_are_gone(odd, grading):
     old = {"failure": "old", "tests": {"a": "old"}, "reward_by": "old", "note": 1}
     given = [{**odd(answer), **old} for answer in ("", "fails", "", "fails", "fails")]
     done, told, _ = grading(given)
     assert [r.get("failure") for r in done] == [None, "no", None, "no", "no"]
     assert all(r.keys() == {"task", "answer", "note", "reward"} | {"failure"} & r.keys()
                for r in done)
-    assert told == "graded 5 answers: 40.0 % reward by own rules (mean over tasks); 3 with a failure\n"
+    assert told == "graded 5 answers\n"
 
 
 def test_a_kind_whose_package_is_missing_loses_no_record_before_it(odd, grading):
     done, told, end = grading([odd("slow"), odd("slow"), odd("", "Lacks"), odd("")])
     assert re.match("error: Lacks can't grade: .*'no_such_package'", str(end))
-    assert len(done) == 2 and "graded 2 answers: 100.0 % " in told
+    assert len(done) == 2 and "graded 2 answers\n" in told
 
 
 def test_a_reward_names_the_rules_and_the_version_of_python(grading):
     for rules in ("honest", "official"):
-        done, told, _ = grading([{"task": DOUBLE, "answer": HONEST}] * 2, "--rules", rules)
+        done, _, _ = grading([{"task": DOUBLE, "answer": HONEST}] * 2, "--rules", rules)
         assert [r["reward_by"] for r in done] == [f"{rules} rules, {PYTHON}"] * 2
-        assert f"tests passed by {rules} rules, {PYTHON} (mean over tasks); " in told
 
 
-def test_answers_to_a_broken_reference_are_counted_by_themselves(grading):
-    """Also those that were not run: the mean is that of the other tasks."""
+def test_tasks_with_a_broken_reference_are_counted(grading):
+    """Also if their answers were not run."""
     works, breaks = (task(code, "f(1)", "f(2)") for code in (
         "def f(x): return x", "def f(x): return x if x < 2 else y"))
     given = [{"task": works, "answer": "def f(x): return 1"}, {"task": breaks, "answer": ""},
              {"task": breaks, "answer": "def f(x): return x"}]
-    mean = (f"graded 1 answers: 50.0 % tests passed by honest rules, {PYTHON} (mean over tasks); "
-            "0 with a failure\n")
-    for first, last, n in ((0, 3, 2), (2, 3, 1), (0, 1, 0)):
-        broken = (f"warning: left out of this mean are {n} answers to 1 tasks whose own reference "
-                  "fails; drop them by colbench.py check\n")
+    for first, last, is_broken in ((0, 3, True), (2, 3, True), (0, 1, False)):
         told = grading(given[first:last])[1]
-        assert told == mean * (first == 0) + broken * (n > 0)
+        assert told.startswith(f"graded {last - first} answers\n")
+        assert ("own reference of 1 tasks fails" in told) == is_broken
 
 
 def test_a_record_is_written_soon_after_it_is_graded(odd):

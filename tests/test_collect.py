@@ -1,12 +1,10 @@
 """collect.py alone: what it samples, --resume, bad input."""
 import asyncio
 import copy
-import importlib
 import json
 import random
 import re
 import shutil
-import statistics
 import sys
 from collections import Counter
 from itertools import chain
@@ -21,7 +19,7 @@ import collect
 import evaluate
 import model as M
 from colbench import ANSWER, agent_messages
-from conftest import (PLAY, actions, change_json, complaint, copy_scripts, dialogue, key_of, lines,
+from conftest import (PLAY, actions, change_json, complaint, dialogue, key_of, lines,
                       nucleus, records, script, stdin_of, succeed)
 from train_critic import advantage
 
@@ -267,9 +265,7 @@ def test_whatever_changes_an_episode_must_be_as_in_the_file(resume, episodes, tm
     for name in meta.keys() - {*FREE}:
         another = 7 if name == "seed" else "another"
         refused(f"{name.replace('model_weights', 'model')} {another}", **{name: another})
-    for name, edited in (("human", "reply.py"), ("critic", "advan.py"),
-                         *(("tokenizer_and_config", f"model/{name}") for name in (
-                             "config.json", "tokenizer.json", "chat_template.jinja"))):
+    for name, edited in (("human", "reply.py"), ("critic", "advan.py")):
         edited = tmp_path / edited
         text = edited.read_text()
         edited.write_text(text + "\n")
@@ -282,42 +278,11 @@ def test_whatever_changes_an_episode_must_be_as_in_the_file(resume, episodes, tm
     refused("prompts ")
 
 
-LLM, ENGINE = ["--human", "https://h/v1"], ["--engine", "http://e/v1"]
-AGENT, SCRIPT = ["--agent", "https://a/v1"], ["--agent", "agent.py"]
-BEST = ["--best_of", "2", "--critic", "critic.py"]
-UNUSED = [  # flag, value, flags with which it has an effect, flags with which it has none
-    ("--human_params", "{}", [LLM], [[], ["--human", "human.py"], ["--human", "fixed:http://"]]),
-    ("--candidates_share", "0.5", [["--candidates", "2"]], [[], BEST]),
-    ("--logprob_weight", "0.1", [BEST], [[], ["--candidates", "2"]]),
-    ("--top_p", "0.9", [[], ["--temperature", "0.1"]], [["--temperature", "0"]]),
-    ("--dtype", "bf16", [[], LLM], [ENGINE]),
-    ("--max_batch_tokens", "9", [[], LLM], [ENGINE]),
-    ("--engine", "http://e/v1", [[]], [AGENT, SCRIPT]),
-    ("--model", "m", [[]], [AGENT, SCRIPT]), ("--candidates", "2", [[]], [AGENT, SCRIPT]),
-    ("--thinking", "1", [[]], [AGENT, SCRIPT]), ("--best_of", "1", [[]], [AGENT, SCRIPT]),
-    ("--temperature", "0.5", [[], AGENT], [SCRIPT]), ("--max_tokens", "9", [[], AGENT], [SCRIPT]),
-    ("--agent_params", "{}", [AGENT], [[], SCRIPT]),
-    ("--timeout", "9", [LLM, ENGINE, AGENT], [[], SCRIPT, ["--human", "human.py"], BEST]),
-    ("--retries", "9", [LLM, ENGINE], [[], ["--human", "fixed:no"], BEST])]
-
-
-@pytest.mark.parametrize("flag, value, good, bad", UNUSED)
-def test_a_flag_without_an_effect_is_refused(flag, value, good, bad, capsys):
-    """It would be stored as a setting, and refuse a --resume without it."""
-    for more in good:
-        collect.get_args([*more, flag, value])
-    for more in bad:
-        collect.get_args(more)
-        with pytest.raises(SystemExit):
-            collect.get_args([*more, f"{flag}={value}"])
-        assert f"error: {flag} has an effect only with" in capsys.readouterr().err
-
-
 def test_each_setting_is_the_agents_or_a_condition_that_systems_should_share(resume, tmp_path):
     """So whoever adds a flag decides whether evaluate.py notes that systems differ in it."""
     (tmp_path / "all.jsonl").touch()
     meta = resume(tmp_path / "all.jsonl")[0].meta
-    of_agent = {"model", "agent", "agent_params", "agent_model", "tokenizer_and_config", "seed", "n_candidates", "candidates_share"}
+    of_agent = {"model", "agent", "agent_params", "seed", "n_candidates", "candidates_share"}
     of_servers_and_tasks = {"human_model", "environment"}
     assert colbench.settings(meta).keys() - of_agent == {*evaluate.CONDITIONS} - of_servers_and_tasks
 
@@ -418,8 +383,7 @@ CHANGES = ("none", "shuffled", "head", "tail", "without one", "of an older versi
 def test_missing_episodes_are_counted_right_or_not_at_all(change, playing, monkeypatch, tmp_path):
     """Against what each run was asked for, of one file or two, after kills and resumes.
 
-    A count is given if and only if each run's first record is there, and no record is changed or
-    there twice.
+    A count is given if and only if each run's first record is there.
     """
     monkeypatch.setattr(collect, "EpisodeRunner", Sampled)
     r, n_known = random.Random(CHANGES.index(change)), 0
@@ -435,27 +399,18 @@ def test_missing_episodes_are_counted_right_or_not_at_all(change, playing, monke
             Path(path).write_text(lines(record for record, _ in runs))
         system, = evaluate.named_systems(["s=" + ",".join(runs_of)])
 
-        asked, found, solved, listed, named = set(), [], Counter(), set(), set()
+        asked, found, listed, named = set(), [], set(), set()
         for path, runs in runs_of.items():
             for record, asked_of_run in runs:
                 name, sample = key_of(record)
                 found.append((path, record["meta"]["seed"], name, sample))
                 asked |= {(path, *key) for key in asked_of_run}
-                solved[name] += record["reward"] == 1
                 named.add(record["meta"].get("asked_hash"))
                 if "asked" in record["meta"]:
                     listed.add(record["meta"]["asked_hash"])
-        is_known = named <= listed and len({*found}) == len(found) and {*found} <= asked
+        is_known = named <= listed
         n_known += is_known
-        if not is_known:
-            assert system.facts["missing"] is system.facts["success_bounds"] is None
-            continue
-        assert system.facts["missing"] == len(asked) - len(found)
-        n_asked, n_missing = (Counter(name for _, _, name, _ in keys)
-                              for keys in (asked, asked - {*found}))
-        least, most = (statistics.mean((solved[name] + n * n_missing[name]) / n_asked[name]
-                                       for name in n_asked) for n in (0, 1))
-        assert system.facts["success_bounds"] == pytest.approx([least, most], abs=1e-4)
+        assert system.facts["missing"] == (len(asked - {*found}) if is_known else None)
     assert n_known > 12 or change not in ("none", "shuffled", "head", "joined")
 
 
@@ -474,9 +429,7 @@ def test_the_table_names_the_episodes_that_failed(playing, monkeypatch, tmp_path
     evaluate.main(evaluate.get_args([str(file)]))
     out, table = capsys.readouterr()
     note = table.splitlines()[-1]
-    assert 10 < n < 60 and note == (
-        f"policy lacks {60 - n} of its 60 episodes: with them, success would be between "
-        f"{100 * n / 60:.1f} and 100.0 %")
+    assert 10 < n < 60 and note == f"policy lacks {60 - n} of its 60 episodes"
 
 
 # --- records that have a dialogue -----------------------------------------------------------------
@@ -569,57 +522,12 @@ def test_the_human_and_the_critic_get_copies_which_they_may_change(tasks, tmp_pa
 
 # --- what user code imports ---
 
-@pytest.fixture
-def load(tmp_path, monkeypatch):
-    """load(text): the function reply of a human.py with this text. Its imports are forgotten."""
-    def load(text):
-        loaded = {*sys.modules}
-        monkeypatch.setattr(sys, "path", [*sys.path])
-        importlib.invalidate_caches()
-        (tmp_path / "human.py").write_text(text + "\n")
-        try:
-            return collect.load_function(str(tmp_path / "human.py"), "reply")
-        finally:
-            for name in {*sys.modules} - loaded:
-                del sys.modules[name]
-    return load
-
-
-REPLY = "def reply(task, history):\n    'Replies.'"
-
-
-@pytest.mark.parametrize("module, text", [
-    ("utils.py", f"import utils\n{REPLY}"), ("utils.py", f"{REPLY}\n    from utils import WORDS"),
-    ("model.py", f"import mine\n{REPLY}"), ("json.py", f"import json.tool\n{REPLY}"),
-    ("time.py", f"{REPLY}\n    import a, time as b"), ("colbench/__init__.py", REPLY
-                                                    + "\n    import colbench")])
-def test_a_module_beside_a_human_is_not_replaced_by_another_of_its_name(module, text, load,
-                                                                        tmp_path):
-    """Ours and the standard library's are found first, which would go unnoticed."""
-    (tmp_path / "mine.py").write_text("def later():\n    from model import Tree")
-    for name in ("collect.py", "random.py"):  # nobody imports these
-        (tmp_path / name).write_text("WORDS = 1")
-    assert callable(load(text))
-    (tmp_path / module).parent.mkdir(exist_ok=True)
-    (tmp_path / module).write_text("WORDS = 1")
-    name = module.partition("/")[0].removesuffix(".py")
-    with pytest.raises(SystemExit, match=f"human.py: `import {name}` in {tmp_path}/(human|mine).py "
-                                         f"would find .*, not {tmp_path / module}; rename"):
-        load(text)
-
-
-def test_a_human_imports_its_neighbours_and_copies_of_the_scripts(load, tmp_path):
-    copy_scripts(tmp_path)
-    (tmp_path / "words.py").write_text("import utils\nWORDS = 'fee'")
-    (tmp_path / "package").mkdir()
-    (tmp_path / "package/__init__.py").write_text("from words import WORDS as AGAIN")
-    text = ("import colbench, package\nfrom words import WORDS\n"
-            "def reply(task, history):\n    return WORDS + package.AGAIN")
-    assert load(text)({}, []) == "feefee"
-    with (tmp_path / "utils.py").open("a") as f:
-        f.write("WORDS = 1\n")
-    with pytest.raises(SystemExit, match=f"`import utils` in {tmp_path}/words.py would find "):
-        load(text)
+def test_a_human_imports_its_neighbours(tmp_path, monkeypatch):
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    (tmp_path / "words_of_mine.py").write_text("WORDS = 'fee'")
+    (tmp_path / "human.py").write_text("from words_of_mine import WORDS\n"
+                                       "def reply(task, history):\n    return WORDS")
+    assert collect.load_function(str(tmp_path / "human.py"), "reply")({}, []) == "fee"
 
 
 # --- bad input ------------------------------------------------------------------------------------
@@ -646,27 +554,14 @@ def test_a_template_without_a_generation_prompt_is_refused(tiny_dir):
     tokenizer.chat_template = mistral
     M.think_prefix(tokenizer)  # it needs none
     tokenizer.chat_template = chatml
+    M.think_prefix.cache_clear()
     with pytest.raises(SystemExit, match="no generation prompt.*<.im_start.>assistant"):
         M.think_prefix(tokenizer)
 
 
-def test_a_hidden_task_is_warned_of_once_before_the_episodes(tasks, playing):
-    given = [{"task": {**r["task"], "agent_prompt": "Ask {max_turn} times."}} for r in tasks]
-    played, said, _ = playing([*given, tasks[0] | {"task": {**tasks[0]["task"], "id": "good"}}],
-                              "--max_tokens", 5, "--max_turns", 1)
-    assert len(played) == 5
-    told = [line for line in said.splitlines() if "agent_prompt" in line]
-    first = f"the task {tasks[0]['task']['id']}"
-    assert told == [f"4 tasks whose agent_prompt does not show the agent their problem_description "
-                    f"(the first: {first})",
-                    "4 times agent_prompt has a placeholder that is not filled in; known are "
-                    "{problem_description}, {max_turns}, {ANSWER}, {OUTPUT} (the first: {max_turn} "
-                    f"in {first})"]
-
-
 LEAVES_OUT = {  # what a template does not show: (a change of tiny's template, how it is said)
     "texts": ("{{ m['content'] }}", "{% for p in m['content'] %}{{ p['text'] }}{% endfor %}",
-              "message 1 of 2, whose role is user"),
+              "message 2 of 2, whose role is assistant"),
     "assistant": ("{{ m['content'] }}", "{% if m['role'] == 'user' %}{{ m['content'] }}{% endif %}",
                   "message 2 of 2, whose role is assistant"),
     "system": ("{% for m in messages %}", "{% for m in messages if m['role'] != 'system' %}",
@@ -701,68 +596,25 @@ def test_a_flag_that_an_edit_adds_is_a_setting_of_the_episodes():
     args = collect.get_args(["--model", "m"])
     args.my_bias = 3
     assert collect.run_meta(args)["my_bias"] == 3
-    for agent, absent in (("fixed:ok", {"model", "temperature"}), ("http://x/v1", {"model"})):
-        args.agent = agent
-        assert collect.run_meta(args)["my_bias"] == 3 and not absent & collect.run_meta(args).keys()
-
-
-EXPIRES = """
-asked = 0
-def reply(task, history):
-    global asked
-    asked += 1
-    if asked > 3:
-        raise OSError("the key has expired")
-    return "yes"
-"""
-
-
-def test_episodes_that_ask_nobody_do_not_hide_that_the_human_is_gone(tasks, tmp_path, playing,
-                                                                     monkeypatch):
-    """Every second episode answers at once."""
-    async def next_message(self, task, history, key):
-        answer = f"{ANSWER} 1" if key[2] % 2 or len(history) > 1 else "which rate?"
-        return {"role": "assistant", "content": None, "output": answer}
-
-    (tmp_path / "human.py").write_text(EXPIRES)
-    monkeypatch.setattr(collect.EpisodeRunner, "next_message", next_message)
-    flags = ["--human", tmp_path / "human.py", "-k", 100, "--concurrency", 1, "--max_turns", 2]
-    played, _, end = playing(tasks[:1], *flags)
-    assert "the key has expired; it is the 16th failure in a row" in str(end)
-    assert len(played) == 3 + 3 + 15
+    args.agent = "fixed:ok"
+    assert collect.run_meta(args)["my_bias"] == 3 and "model" not in collect.run_meta(args)
 
 
 def test_a_run_says_at_its_start_what_it_will_do(tasks, episodes, playing):
     flags = ["--candidates", 2, "--max_tokens", 5, "--max_turns", 1, "--concurrency", 3]
     _, said, _ = playing([*tasks, episodes[0]], *flags)
-    existing, new = said.splitlines()[:2]
-    assert existing.startswith("sampling 2 candidates per message of 1 dialogues from ")
-    assert re.match(r"running 4 episodes of .* with transformers on cpu: human .*toy.py, at most "
-                    "1 turns, 3 at once", new)
-
-
-@pytest.mark.parametrize("n, at_once", [(40, 4), (7, 256), (5, 1)])
-def test_the_time_left_is_estimated_by_the_time_that_episodes_took(n, at_once):
-    """In a simulation of episodes of 10 s the estimate is right to one episode at any moment.
-
-    By the time since the start it would be 390 s too long for (40, 4) after the first episode.
-    """
-    ends = [10 * (1 + i // at_once) for i in range(n)]  # one round after another
-    for i, now in enumerate(ends):
-        left = collect.time_left(n - i - 1, 10, at_once).total_seconds()
-        assert abs(left - (ends[-1] - now)) <= 10, (i, left)
-    assert left == 0
+    assert re.match(r"running 5 episodes of .*, at most 3 at once\n", said)
 
 
 def test_the_summary_says_what_was_written_and_what_servers_did(capsys):
     args = collect.get_args(["--model", "m", "--resume", "file"])
-    usage = Counter({"requests": 5, "prompt_tokens": 7, "replies redacted": 2})
+    usage = Counter({"requests": 5, "prompt_tokens": 7})
     servers = {"human": SimpleNamespace(usage=usage)}
     totals = Counter(actions=8, truncated=2)
     collect.print_summary(args, SimpleNamespace(totals=totals, servers=servers), 2, 1)
     assert capsys.readouterr().err == (
         "wrote 2 episodes of m (1 more in the --resume file): 25.0 % of messages truncated\n"
-        "human: 5 requests, 7 prompt tokens, 2 replies redacted\n")
+        "human: 5 requests, 7 prompt tokens\n")
     collect.print_summary(collect.get_args([]), SimpleNamespace(totals=Counter(), servers={}), 7, 0)
     assert capsys.readouterr().err == "wrote 7 episodes of meta-llama/Llama-3.1-8B-Instruct\n"
 
@@ -843,7 +695,7 @@ def test_when_the_run_ends_by_an_error_the_episodes_under_way_end_first(who, tas
         f"error: task {tasks[0]['task']['id']}, sample 15 failed: KeyError: 'down'; it is the "
         "16th failure in a row; rerun with --resume FILE to continue")
     assert said.count("failed: KeyError: 'down'") == 15
-    assert said.count("Traceback") == 1 and 'who.py", line 9, in reply' in said  # not 16 times
+    assert 'who.py", line 9, in reply' in said
 
 
 def test_a_critic_of_the_users_that_fails_now_and_then_costs_those_episodes(tasks, tmp_path,

@@ -8,7 +8,6 @@ import re
 import runpy
 import threading
 import time
-from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -16,7 +15,6 @@ import pytest
 import colbench
 import collect
 import model as M
-import utils
 from conftest import ROOT, dialogue, key_of, turns_of
 from utils import rng
 
@@ -109,18 +107,16 @@ def test_a_human_who_dies_ends_the_run_by_one_line(tasks, playing):
 
 
 def test_an_llm_humans_reply_is_short_and_quotes_no_code_however_spaced(tasks, playing):
-    """The fact that it may tell stays, if it is none of the code. How many replies is told."""
+    """The fact that it may tell stays, if it is none of the code."""
     prose = "the rate is four percent a year"
     task = {**tasks[0]["task"], "hidden_information": prose + "\nthere is no fee"}
     code = task["ground_truth"].replace(" ", "  ")
     human = Server(lambda path, body: chat(f"hi \ud83d, {prose}: {code} " + "so " * 300))
     params = '{"max_tokens": null, "max_completion_tokens": 20, "top_p": 0.5}'
-    played, last, _ = playing([{"task": task}], *PLAY, "--human_params", params, "--human",
-                              human.url)
+    played, _, _ = playing([{"task": task}], *PLAY, "--human_params", params, "--human", human.url)
     replies = [m["content"] for r in played for m in r["dialogue_history"][2::2]]
     start = f"hi ?, {prose}: [...] so so"
     assert replies and all(r.startswith(start) and len(r) <= 400 for r in replies)
-    assert f", {len(replies)} replies redacted\n" in last
     for _, body, _ in human.seen:
         assert "max_tokens" not in body and body["max_completion_tokens"] == 20
         assert body["temperature"] == 0 and body["top_p"] == 0.5
@@ -128,54 +124,31 @@ def test_an_llm_humans_reply_is_short_and_quotes_no_code_however_spaced(tasks, p
 
 
 CODE = "def f(x):\n    total = x * 34 + 7\n    if y:\n        return y\n"
-FACTS = ["rate=4", "max_price = 1200", "The fee is 11 euros (per day).", "Seats: red and blue.",
-         "codes = [1, 2, 3]", "Above limit > 40, refuse!", "use 3.5 percent, rounded up"]
 
 
-@pytest.mark.parametrize("hidden", [None, "f(x) rounds up.\n" + CODE, CODE.replace("34", "35")])
-def test_what_is_like_the_code_is_redacted_and_prose_is_not(hidden):
-    """The code of the reference, and that which the task hides beside or instead of it."""
-    task = {"ground_truth": CODE, **({"hidden_information": hidden} if hidden else {})}
-    for line in ("total=x*34 +7", *(["total = x * 35 +7"] if hidden and "35" in hidden else [])):
-        assert colbench.redact(f"use {line} there", task) == "use [...] there"
-        assert colbench.redact(f"so: {CODE.strip().replace(' ', '  ')}!", task) == "so: [...]!"
+def test_lines_of_the_reference_are_redacted_and_what_is_like_them_is_not():
+    task = {"ground_truth": CODE}
+    assert colbench.redact("use total=x*34 +7 there", task) == "use [...] there"
+    assert colbench.redact(f"so: {CODE.strip().replace(' ', '  ')}!", task) == "so: [...]!"
     free = "multiply by 34 and add 7; if y: return"
     assert colbench.redact(free, task) == free
 
 
-def test_an_llm_human_may_tell_a_fact_but_not_all_that_it_knows():
-    """Not two facts, nor the only one, nor short lines of code that are long together."""
+def test_short_lines_that_are_long_together_are_redacted():
     r = random.Random(0)
     for _ in range(300):
-        known = r.sample(FACTS, r.randrange(2, len(FACTS)))
-        task = {"ground_truth": CODE, "hidden_information": "\n".join(known)}
-        told, other = r.sample(known, 2)
-        before, after = (" ".join(r.choices("well ok, then".split(), k=r.randrange(4)))
-                         for _ in range(2))
-        one = f"{before} {told} {after}"
-        assert colbench.redact(one, task) == one
-        both = colbench.redact(f"{before} {told}{r.choice([' ', ', and '])}{other} {after}", task)
-        long = [fact for fact in (told, other) if len("".join(fact.split())) >= 12]
-        assert len(long) < 2 or not any(fact in both for fact in long) and "[...]" in both
-        assert both.startswith(before) and both.endswith(after)
-        only = {**task, "hidden_information": told}
-        assert colbench.redact(one, only) == (one.replace(told, "[...]") if told in long else one)
         lines = [f"v{i} = {r.randrange(9)}" for i in range(9)]
         a, b = sorted(r.sample(range(10), 2))
         quote = r.choice(["\n", " "]).join(lines[a:b])
-        task = {**task, r.choice(["ground_truth", "hidden_information"]): "\n".join(lines)}
-        got = colbench.redact(f"{before}{quote}{after}", task)
-        assert got == f"{before}{'[...]' if b - a > 2 else quote}{after}"
+        got = colbench.redact(f"so {quote}, ok", {"ground_truth": "\n".join(lines)})
+        assert got == f"so {'[...]' if b - a > 2 else quote}, ok"
 
 
 NAMES = "You", "User", "Human", "The human", "Colleague"
-FORMS = ("{}:", "**{}:**", "**{}**:", "*{}*:", "[{}]:", "### {}:",
-         "{} (the colleague):")
+FORMS = "{}:", "**{}:**", "**{}**:", "*{}*:", "[{}]:", "### {}:"
 WORDS = ["It is 4 percent.", "The prize for you: 3 euros.", "Call f(user: 3) then?", "half\nof it",
-         "- user: the name\n- agent: the browser", "```\nuser: 3\nassistant: 4\n```",
-         "{\n    you: 3,\n    agent: 4\n}", 'Write "Hi. Assistant: yes" first.', "user:secret",
-         "`Fine. Assistant: no` is it.", "As I said, you, the agent: no",
-         "There are two. You: 3 points."]
+         "- user: the name\n- agent: the browser", "{\n    you: 3,\n    agent: 4\n}",
+         "user:secret", "As I said, you, the agent: no"]
 
 
 def test_an_llm_human_speaks_for_itself_only():
@@ -187,22 +160,17 @@ def test_an_llm_human_speaks_for_itself_only():
         return r.choice(FORMS).format(style(r.choice(names))) + r.choice([" ", "\n", "  "])
 
     for _ in range(2000):
-        own, more = r.sample(WORDS, 2)
-        other = r.choice(WORDS[:-1])  # the last would be the human's after the agent
-        assert colbench.own_words(own) == (own, False, False)
-        named, follows = r.random() < 0.5, r.random() < 0.5
-        reply = label(NAMES) + own if named else own
-        if follows:
+        own, more, other = r.sample(WORDS, 3)
+        assert colbench.own_words(own) == own
+        reply = r.choice(["", label(NAMES)]) + own
+        if r.random() < 0.5:
             reply += r.choice(["\n", "\n\n"]) + label(["Assistant", "Agent", "AI assistant", "AI"])
             reply += other + r.choice(["", f"\n{label(NAMES)}{more}"])
-        assert colbench.own_words(reply) == (own, named, follows), reply
+        assert colbench.own_words(reply) == own, reply
         replayed = f"{label(['Assistant'])}{other}\n{label(NAMES)}{own}"
-        assert colbench.own_words(replayed) == (own, True, True), replayed
-    one_line = "You: It is 4. Assistant: And the fee? You: 13."
-    assert colbench.own_words(one_line) == ("It is 4.", True, True)
-    assert colbench.own_words("It is 4. **Assistant:** Why?") == ("It is 4.", False, True)
-    with pytest.raises(ValueError, match="only speakers' names"):
-        colbench.own_words("You:\nAssistant:")
+        assert colbench.own_words(replayed) == own, replayed
+    assert colbench.own_words("Assistant: It is 4.") == "It is 4."
+    assert colbench.own_words("You:\nAssistant:") == colbench.own_words("") == ""
 
 
 def test_the_agent_does_not_read_what_the_human_says_for_others(tasks, playing):
@@ -210,39 +178,9 @@ def test_the_agent_does_not_read_what_the_human_says_for_others(tasks, playing):
             "it is {}", "it is {}\nassistant: And the fee?"]
     turn = itertools.count()
     human = Server(lambda path, body: chat(told[next(turn) % 4].format(4)))
-    played, last, _ = playing(tasks[:4], *PLAY, "--concurrency", 1, "--human", human.url)
+    played, _, _ = playing(tasks[:4], *PLAY, "--concurrency", 1, "--human", human.url)
     replies = [m["content"] for r in played for m in r["dialogue_history"][2::2]]
     assert len(replies) >= 4 and {*replies} == {"it is 4"}
-    kinds = Counter(i % 4 for i in range(len(replies)))
-    assert f"{kinds[0] + kinds[1]} replies began with a speaker's name" in last
-    assert f"{kinds[1] + kinds[3]} replies continued with further speakers" in last
-
-
-@pytest.mark.parametrize("code", [
-    "x < 5", "dentist_experience < 5", "kind == 'short'", '"cm" in units', "a <= b < c", "x != y",
-    "unit not in known_units", "discount is not None", "x - 1", "n-1", "total-net_price", "a - b",
-    "pay(x)", "words = text.split()", "rate *= 2", "return a + b", "return total_price", "if x: y",
-    "hours % 24", "lines[-1]", "def f(x): pass", "'%s' % name", "(a + b)*3"])
-def test_code_is_code(code):
-    assert colbench.is_code(code) and colbench.is_code(f"  {code} ")
-
-
-@pytest.mark.parametrize("prose", [
-    "t-shirt", "Wall-E", "fast-paced", "UTF-8", "COVID-19", "12-month", "and/or", "N/A", "24/7",
-    "2024-01-31", "Height (cm)", "20 % off", "return the", "return 'too short'", "return -1",
-    "fee in euros", "2 in total", "color is red", "max_price is 1200", "rate = 4", "unsure",
-    "mid-level, low-risk", "kind-of-blue", "not too short"])
-def test_prose_that_parses_is_no_code(prose):
-    assert not colbench.is_code(prose)
-    task = {"ground_truth": CODE, "hidden_information": f"{prose} {'x' * 12}\n{prose}xxxxxxxxxxxx"}
-    assert colbench.redact(f"so {prose}, please", task) == f"so {prose}, please"
-
-
-def test_a_compared_value_is_redacted_and_a_compound_word_is_not():
-    """Both are single lines of the hidden information, of which a human may tell one fact."""
-    task = {"ground_truth": CODE, "hidden_information": "experience < 5\nanti-gravity-boots\nno"}
-    assert colbench.redact("if experience < 5 then", task) == "if [...] then"
-    assert colbench.redact("use anti-gravity-boots", task) == "use anti-gravity-boots"
 
 
 def test_the_manuals_human_reads_the_dialogue_with_roles_exchanged(tasks, tmp_path, playing,
@@ -398,40 +336,30 @@ def test_an_error_of_a_server_is_the_episodes_if_it_has_answered_others(monkeypa
     asyncio.run(all_of())
 
 
-LENGTHS = "length", "MAX_TOKENS", "max_tokens", "model_length"
+LENGTHS = "length", "max_tokens"
 WHICH = ("serves a, b, not None; choose one by --human_params or --agent_params, or for --engine by "
          "--model")
 LONGER = """truncated: allow more tokens, such as by --human_params '{"max_tokens": 4000}'"""
 
 
+EMPTY = "the reply is empty or incomplete, finish_reason "
+
+
 @pytest.mark.parametrize("reply, why", [
-    (chat([{"type": "text", "text": "it is "}, {"type": "text", "text": "4"}]), None),
     (chat("<think>4?</think> it is 4"), None),
     (chat("it says 5.\n</think>\n\nit is 4"), None),  # the server's prompt has opened the thought
-    *((chat("it is 4", why), None) for why in (
-        "eos_token", "eos", "end_turn", "END_TURN", "stop_sequence", "STOP", "COMPLETE")),
+    *((chat("it is 4", why), None) for why in (None, "eos_token", "eos", "end_turn", "COMPLETE")),
     *((chat("it is 4 and", why), LONGER) for why in LENGTHS), (chat("", "length"), LONGER),
-    *((chat("it is 4 and", why), f"the reply is incomplete, finish_reason {why} ")
-      for why in ("content_filter", "SAFETY", "tool_calls", "tool_use", "error", "")),
-    (chat("<think>no end", "end_turn"), "the reply is empty, finish_reason end_turn"),
-    (chat(None, "stop"), "the reply is empty, finish_reason stop")])
+    *((chat("it is 4 and", why), EMPTY + why) for why in ("content_filter", "tool_calls", "error")),
+    (chat("<think>no end", "end_turn"), EMPTY + "end_turn"), (chat(None, "stop"), EMPTY + "stop")])
 def test_a_humans_reply_is_whole_and_without_thoughts(reply, why):
-    """However a server spells that it is. Tokens are spoken of only if they are the reason."""
+    """Tokens are spoken of only if they are the reason."""
     if why:
         with pytest.raises(ValueError, match=re.escape(why)) as raised:
             collect.reply_text(reply)
         assert ("max_tokens" in str(raised.value)) == (why == LONGER)
     else:
         assert collect.reply_text(reply) == "it is 4"
-
-
-@pytest.mark.parametrize("choice", [{}, {"finish_reason": None}])
-def test_a_server_that_gives_no_reason_is_believed_with_a_warning(choice, capsys):
-    """Some proxies leave the reason out of all replies; until now none of them could be used."""
-    reply = {"choices": [{"message": {"content": "it is 4"}, **choice}]}
-    assert collect.reply_text(reply) == "it is 4"
-    utils.print_warnings()
-    assert "1 replies came without a finish_reason, and count as complete" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("reply, models, path, params, why", [
@@ -469,59 +397,12 @@ def test_a_file_is_resumed_with_the_humans_model(tiny_dir):
         asyncio.run(new.load())
 
 
-RATE = {"message": "free-models-per-day", "code": 429}
-
-
-@pytest.mark.parametrize("shape, error, status", [
-    ("alone", RATE, 429), ("beside null", RATE, 429), ("in a choice", RATE, 429),
-    ("in a choice", {"message": "x", "code": "502"}, 502),
-    ("alone", {"message": "no", "code": "gone"}, 500), ("alone", "no luck", 500),
-    ("beside null", {"message": "who?", "code": 401}, 401)])
-def test_an_error_in_a_200_is_retried_like_its_status_and_quoted(shape, error, status):
-    shapes = {"alone": {"error": error}, "beside null": {"error": error, "choices": None},
-              "in a choice": {"choices": [{**chat("it is 4 and", "error")["choices"][0],
-                                           "error": error}]}}
-    good = chat('it is 4 "error"')
-    server = Server(lambda *_: shapes[shape] if len(server.seen) == 1 else good)
-    if status == 401:
-        with pytest.raises(OSError, match="AuthenticationError: .*who?"):
-            asyncio.run(chat_with(endpoint(server, retries=1)))
-    else:
-        assert asyncio.run(chat_with(endpoint(server, retries=1))) == 'it is 4 "error"'
-        server.seen.clear()
-        words = error if isinstance(error, str) else error["message"]
-        with pytest.raises(OSError, match=f"Error: .*{words}"):
-            asyncio.run(chat_with(endpoint(server, retries=0)))
-
-
-def test_an_address_of_azure_keeps_its_query_and_sends_its_key(monkeypatch):
-    monkeypatch.setenv("OPENAI_API_KEY", "sesame")
-    heads = []
-    monkeypatch.setattr(Handler, "parse_request", lambda self, parse=Handler.parse_request: (
-        parse(self), heads.append(self.headers))[0])
-    server = Server(said)
-    server.url = server.url.removesuffix("/v1") + "/openai/deployments/m?api-version=2024-06-01"
-    assert asyncio.run(chat_with(endpoint(server, retries=0))).startswith("it is ")
-    ((path, _, authorization),) = server.seen
-    assert path == "/openai/deployments/m/chat/completions?api-version=2024-06-01"
-    assert authorization == "Bearer sesame" and heads[-1]["api-key"] == "sesame"
-
-
-@pytest.mark.parametrize("before, after", [("", "\n"), (" ", "\r\n"), ("\t", "")])
-def test_white_space_around_a_key_is_no_part_of_it(before, after, monkeypatch):
-    """As `export OPENAI_API_KEY=$(cat key.txt)` in Windows, or an editor, adds it."""
-    monkeypatch.setenv("OPENAI_API_KEY", f"{before}sesame{after}")
-    server = Server(said)
-    asyncio.run(chat_with(endpoint(server, retries=0)))
-    assert server.seen[-1][2] == "Bearer sesame"
-
-
-@pytest.mark.parametrize("wrong", ["\n", " ", "’", "ü", "\x7f"])
-def test_a_key_that_can_not_be_one_is_named_but_not_shown(wrong, monkeypatch):
-    monkeypatch.setenv("OPENAI_API_KEY", f"ses{wrong}ame")
-    with pytest.raises(SystemExit, match="the API key in OPENAI_API_KEY has the character") as end:
-        endpoint(Server(said))
-    assert "ame" not in str(end.value) and repr(wrong) in str(end.value)
+@pytest.mark.parametrize("reply", [
+    {"error": {"message": "no luck", "code": 429}}, {"error": "no luck", "choices": None},
+    {"choices": [{**chat("it is 4 and", "error")["choices"][0], "error": {"message": "x"}}]}])
+def test_an_error_in_a_200_is_no_reply(reply):
+    with pytest.raises(OSError, match="not that of an OpenAI-compatible server|finish_reason error"):
+        asyncio.run(chat_with(endpoint(Server(lambda *_: reply), retries=0)))
 
 
 @pytest.mark.parametrize("status", [None, 401, 404, 500])
@@ -535,14 +416,6 @@ def test_a_server_without_a_list_of_models_is_an_error_with_advice(status, monke
     with pytest.raises(SystemExit, match=re.escape(f"models ({advice}?)")) as end:
         asyncio.run(endpoint(server).find_served_model())
     assert str(status) in str(end.value) or "connect" in str(end.value).lower()
-
-
-def test_a_server_on_this_machine_is_behind_no_proxy(monkeypatch):
-    for name in ("HTTP_PROXY", "http_proxy"):
-        monkeypatch.setenv(name, "http://127.0.0.1:9")
-    for name in ("NO_PROXY", "no_proxy"):
-        monkeypatch.delenv(name, raising=False)
-    assert asyncio.run(chat_with(endpoint(Server(said), retries=0))).startswith("it is ")
 
 
 # --- the judge ------------------------------------------------------------------------------------

@@ -252,22 +252,6 @@ def test_rewards_of_another_python_are_noted(run):
         assert table.endswith(f"graded by {label}{note}\n")
 
 
-def test_grade_prints_the_mean_of_the_table(run, grading):
-    """A mean over tasks, however many episodes they have."""
-    r = random.Random(0)
-    for _ in range(20):
-        tasks = [{"id": str(t), "problem_description": "p", "ground_truth": CODE,
-                  "test_cases": {str(i): f"f({i})" for i in range(r.randint(1, 7))}}
-                 for t in range(3)]
-        given = [{"task": task, "dialogue_history": dialogue("p", "a"), "sample": sample,
-                  "answer": f"def f(x): return x * 3 + {r.choice([12, 12, 0])} * (x % 2)"}
-                 for task in tasks for sample in range(r.randint(1, 5))]
-        graded, told, _ = grading(given)
-        (got,), table = run("s.jsonl", s=graded)
-        mean = re.search(rf"graded {len(given)} answers: (.*?) % tests passed by", told)[1]
-        assert f" {mean} [" in table and mean == f"{100 * got['tests_passed']:.1f}"
-
-
 def test_two_tasks_of_one_id_are_not_compared(run):
     one, two = [episode("a", 1)], [episode("b", 1), episode("a", 1)]
     for field, value in ("ground_truth", "another"), ("test_cases", {"x": "f(1)"}):
@@ -296,11 +280,10 @@ def test_an_episode_counts_once_and_a_file_holds_one_system(run):
 
 
 def test_names(run, tmp_path):
-    """A file is named by its stem, or by its path if two have that; a path may hold a =."""
+    """A file is named by its stem; a path may hold a =."""
     rs = [episode("x", 1)]
-    (tmp_path / "lr=1").mkdir(), (tmp_path / "lr=2").mkdir()
-    files = {"lr=1/test": rs, "lr=2/test": rs, "sweet": rs}
-    got, table = run("lr=1/test.jsonl", "lr=2/test.jsonl", "sweet.jsonl", "-", stdin=rs,
-                     **files)
-    assert [r["system"] for r in got] == ["lr=1/test.jsonl", "lr=2/test.jsonl", "sweet", "stdin"]
+    (tmp_path / "runs" / "lr=1").mkdir(parents=True)
+    got, table = run("runs/lr=1/test.jsonl", "a=sweet.jsonl", "-", stdin=rs,
+                     **{"runs/lr=1/test": rs, "sweet": rs})
+    assert [r["system"] for r in got] == ["test", "a", "stdin"]
     assert table.endswith("graded by honest rules\n")  # these are the same tasks

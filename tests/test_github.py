@@ -52,7 +52,9 @@ main()
 def test_models_and_records_come_back_from_the_hub(ranked, tasks, tiny_dir, tmp_path):
     """By MANUAL's commands: a model samples the same, records are the same, cards are read."""
     (tmp_path / "runs").mkdir()
-    (tmp_path / "runs" / "train.jsonl").write_text(lines(ranked))
+    (tmp_path / "tests").symlink_to(f"{ROOT}/tests")
+    for name in ("train.jsonl", "trained.jsonl"):
+        (tmp_path / "runs" / name).write_text(lines(ranked))
     sweet = tmp_path / "runs" / "sweet"
     train(ranked, "train_policy.py", "--model", tiny_dir, "--batch_size", 24, "--lr", 1e-3,
           "--out", sweet)
@@ -60,7 +62,8 @@ def test_models_and_records_come_back_from_the_hub(ranked, tasks, tiny_dir, tmp_
     (tmp_path / "bin" / "hf").write_text(HF)
     (tmp_path / "bin" / "hf").chmod(0o755)
     block = re.search(r"<!-- hub -->\n```bash\n(.*?)```", MANUAL, re.S)[1]
-    env = {**CPU, "PATH": f"{tmp_path}/bin{os.pathsep}{os.environ['PATH']}",
+    path = [f"{tmp_path}/bin", os.path.dirname(sys.executable), os.environ["PATH"]]
+    env = {**CPU, "PATH": os.pathsep.join(path),
            "HF_HOME": str(tmp_path / "home")}
     subprocess.run(["bash", "-euc", block], cwd=tmp_path, env=env, check=True, timeout=180)
     model, data = tmp_path / "hub" / "ME" / "pay-sweet", tmp_path / "hub" / "ME" / "pay-episodes"

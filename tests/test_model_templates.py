@@ -1,20 +1,17 @@
-"""Chat templates: conversations become ids as the template writes them; parts and the whole.
+"""Chat templates: conversations become ids as the template writes them.
 
 The oracle is the template's text of the whole conversation, history and message.
 """
 import copy
-import itertools
 import random
-import re
 from functools import partial
 
 import pytest
-from tokenizers import (AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers,
-                        processors, trainers)
+from tokenizers import (AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors,
+                        trainers)
 from transformers import PreTrainedTokenizerFast
 
 import model as M
-import utils
 from conftest import dialogue, turns_of as turns_in_record
 
 # The documented formats. name: (control tokens, the beginning of text first; template; end of turn)
@@ -64,30 +61,21 @@ def spelled(random_, words):
     return "".join(random_.choices(words, k=random_.randrange(12)))
 
 
-def tokenizer_of(name, kind="bytes", size=0, **how):
+def tokenizer_of(name, size=0):
     """A BPE with a family's template and control tokens. It adds a BOS, as Llama's does.
 
-    kind: of pre-tokenizer or normalizer. size: of the vocabulary; 0: it merges nothing. how: the
-    control tokens are added.
+    size: of the vocabulary; 0: it merges nothing.
     """
     control, template, _ = TEMPLATES[name]
     t = Tokenizer(models.BPE(unk_token="?"))
-    if kind.startswith("bytes"):
-        t.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=kind == "bytes after a space")
-        t.decoder = decoders.ByteLevel()
-    elif kind == "whole texts":  # no pre-tokenizer: merges go across spaces and lines
-        t.normalizer = normalizers.Sequence([normalizers.NFC(), normalizers.Lowercase()])
-    elif kind == "first word":
-        t.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first", split=False)
-    elif kind == "each text":
-        t.normalizer = normalizers.Sequence([normalizers.Prepend("\u2581"),
-                                             normalizers.Replace(" ", "\u2581")])
+    t.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    t.decoder = decoders.ByteLevel()
     random_ = random.Random(0)
     text = [spelled(random_, WORDS) + f">\n{name}<|\n\n" for _ in range(300)]
-    alphabet = pre_tokenizers.ByteLevel.alphabet() if kind.startswith("bytes") else []
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
     t.train_from_iterator(text, trainers.BpeTrainer(vocab_size=size, initial_alphabet=alphabet,
                                                     special_tokens=["?"], show_progress=False))
-    how = {"normalized": False, **how}
+    how = {"normalized": False}
     t.add_special_tokens([AddedToken(token, **how) for token in control])
     t.add_tokens([AddedToken(token, normalized=True) for token in ["  ", "<think>", "</think>"]])
     bos = {}
@@ -103,79 +91,63 @@ def tokenizer_of(name, kind="bytes", size=0, **how):
 
 # --- what is written ------------------------------------------------------------------------------
 
-HEADERS = {  # of a role; where a control token is in it, and where not
-    "control": "<|im_start|>{{ m['role'] }}\n",
-    "words": "{{ '\n\n' if not loop.first }}{{ m['role'] | capitalize }}: ",
-    "bare": "{{ {'user': '[INST] ', 'assistant': ' ', 'system': ''}[m['role']] }}"}
-PROMPTS = {"control": "<|im_start|>assistant\n", "words": "\n\nAssistant:", "bare": ""}
-ENDS = ["<|im_end|>\n", "<|im_end|>", " {{ eos_token }}", "\n", ""]
-OPENS = "", "<think>\n", "<think>\n\n</think>\n\n", "<thought>\n", None  # None: it has no prompt
-CUT = "{% if m['role'] == 'assistant' %}{% set c = c.split('</think>')[-1] %}{% endif %}"
-
-
-def templates():
-    """(a chat template, whether its turns end with a control token)"""
-    for header, end, trim, bos, cut, opens in itertools.product(
-            HEADERS, ENDS, (0, 1), ("", "<|begin|>"), (0, 1), OPENS):
-        written = "c | trim" if trim else "c"
-        prompt = "" if opens is None else PROMPTS[header] + opens
-        yield (bos + "{% for m in messages %}{% set c = m['content'] %}" + CUT * cut
-               + HEADERS[header] + "{{ " + written + " }}" + end + "{% endfor %}"
-               + "{% if add_generation_prompt %}{{ " + repr(prompt) + " }}{% endif %}",
-               bool(end.strip()))
-
-
-@pytest.mark.parametrize("part", [*range(3), *TEMPLATES])
-def test_prompt_and_action_begin_as_the_template_writes_the_conversation(part):
-    """The prompt is the model's own but for what the template does not write; an EOS ends a turn
-    without an end. Control tokens that messages spell stay text, thoughts are cut as in the text,
-    and what the template does not write as it stands is told.
-
-    part: of the generated templates, or one that is documented.
-    """
-    name, random_ = part if part in TEMPLATES else "qwen3", random.Random(part)
-    tokenizer, control = tokenizer_of(name, "bytes", 400), TEMPLATES[name][0]
-    cases = 30 * [(TEMPLATES[name][1], True)]
-    if part != name:
-        cases = random_.sample([*templates()], 60)
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_a_stored_message_follows_the_prompt_and_ends_as_the_template_ends_it(name):
+    """Control tokens that messages spell stay text."""
+    tokenizer, random_ = tokenizer_of(name, 400), random.Random(name)
+    control, _, end = TEMPLATES[name]
     special = set(tokenizer.convert_tokens_to_ids(control))
-    system = [{"role": "system", "content": ""}]
-    for (template, ends), thinking in zip(cases, itertools.cycle((0, 1))):
-        tokenizer.chat_template = template
-        write = partial(tokenizer.apply_chat_template, tokenize=False,
-                        enable_thinking=bool(thinking))
-        M.control_tokens.cache_clear(), M.end_of_message.cache_clear()
-        for spell in ([], control):
-            said = [spelled(random_, WORDS + spell) or "x" for _ in range(6)]
-            said[1] = "<think>\nwhy?\n</think>\n\n" * random_.randrange(2) + said[1]
-            history = system[:random_.randrange(2)] + dialogue(*said)
-            for t, message in enumerate(history):
-                if message["role"] != "assistant":
-                    continue
-                utils.WARNINGS.clear()
-                action, without = M.action_ids(tokenizer, message, history[:t], thinking)
-                told = any("do not follow the prompt" in note for note in utils.WARNINGS)
-                ids = M.render(tokenizer, history[:t], thinking)
-                read, wrote = ids[:len(ids) - without], [*map(ord, action)]
-                prompt = write(history[:t], add_generation_prompt=True)
-                whole = write(history[:t + 1])
-                got = tokenizer.decode(read + wrote)
-                case = template, history[:t + 1], got
-                if ends:
-                    assert whole.startswith(got) and got.endswith(M.end_of_message(tokenizer)), case
+    for _ in range(60):
+        said = [spelled(random_, WORDS + control) or "x" for _ in range(4)]
+        for t in (1, 3):
+            history, thinking = dialogue(*said[:t]), random_.randrange(2)
+            plain = dialogue(*["x"] * t)
+            prompt, of_plain = (M.render(tokenizer, h, thinking) for h in (history, plain))
+            message = {"role": "assistant", "content": said[t]}
+            action = [*map(ord, M.action_ids(tokenizer, message, history, thinking))]
+            count = lambda ids: sum(i in special for i in ids)
+            assert count(prompt) == count(of_plain) and count(action) == 1
+            assert action[-1] == tokenizer.convert_tokens_to_ids(end)
+            if not any(token in "".join(said) for token in control):
+                write = partial(tokenizer.apply_chat_template, tokenize=False,
+                                enable_thinking=bool(thinking))
+                text = write(history, add_generation_prompt=True)
+                assert tokenizer.decode(prompt) == text
+                whole, got = write([*history, message]), tokenizer.decode(action)
+                if whole.startswith(text) and said[t].strip() in whole:
+                    assert text + got == whole[:whole.rindex(end) + len(end)]
                 else:
-                    assert got == whole + tokenizer.eos_token, case
-                assert (without == 0) == whole.startswith(prompt), case
-                verbatim = message["content"].strip() in whole[len(prompt) - without:]
-                assert told == (without > 0 or not verbatim), case
-                assert wrote[-1] in special, case
-                if without == 0:
-                    assert tokenizer.decode(read) == prompt, case
-                if spell:  # as many control tokens as where nothing spells one
-                    plain = [{**m, "content": "x"} for m in history[:t + 1]]
-                    there = M.action_ids(tokenizer, plain[-1], plain[:-1], thinking)[0]
-                    count = lambda x: sum(i in special for i in x)
-                    assert count(wrote) == count(map(ord, there)), case
+                    assert got == said[t] + end
+
+
+STORED = {"content": "the fee?"}
+SAID = {"content": "the fee?", "output": "<think>\nwhy\n</think>\n\nthe fee?"}
+THOUGHT = {"content": SAID["output"]}
+OPENS = "<|im_start|>assistant\n<think>\n"
+
+
+@pytest.mark.parametrize("name, thinking, action, end_of_prompt, text", [
+    ("mistral", 0, STORED, "[/INST]", " the fee?</s>"),
+    ("llama3", 0, STORED, "assistant<|end_header_id|>\n\n", "the fee?<|eot_id|>"),
+    ("qwen3", 0, STORED, OPENS + "\n</think>\n\n", "the fee?<|im_end|>"),
+    ("qwen3", 1, STORED, "assistant\n", "<think>\n\n</think>\n\nthe fee?<|im_end|>"),
+    ("qwen3", 1, SAID, "assistant\n", SAID["output"] + "<|im_end|>"),
+    ("qwen3", 1, THOUGHT, "assistant\n", SAID["output"] + "<|im_end|>"),
+    ("r1", 1, STORED, OPENS, "</think>the fee?<|im_end|>"),
+    ("r1", 1, SAID, OPENS, SAID["output"] + "<|im_end|>"),
+    ("cut", 1, SAID, "assistant\n", SAID["output"] + "<|im_end|>")])
+def test_a_stored_message_is_read_as_its_template_writes_it(name, thinking, action, end_of_prompt,
+                                                            text):
+    """Where that writes another prompt, or cuts the thought, its own text follows the prompt."""
+    tokenizer, history = tokenizer_of(name if name in TEMPLATES else "qwen3"), dialogue("write f")
+    if name in ("r1", "cut"):
+        tokenizer.chat_template = (
+            "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'].split('</think>')"
+            "[-1] }}<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n"
+            + ("<think>\n" if name == "r1" else "") + "{% endif %}")
+    record = {"dialogue_history": [*history, {"role": "assistant", **action}]}
+    [[prompt, wrote]] = turns_of(tokenizer, record["dialogue_history"], thinking)
+    assert tokenizer.decode(prompt).endswith(end_of_prompt) and tokenizer.decode(wrote) == text
 
 
 SHOWN = "<|im_start|>{{ m['role'] }}\n{{ m['content'] | trim }}<|im_end|>\n"
@@ -247,17 +219,15 @@ def test_later_prompts_extend_earlier_turns(name):
 
 
 def test_a_thought_is_said_once_as_an_action():
-    """By Qwen3's template. One that a human spells is text."""
+    """By Qwen3's template."""
     tokenizer, history = tokenizer_of("qwen3"), copy.deepcopy(PLAIN)
     marks = tokenizer.convert_tokens_to_ids(["<think>", "</think>"])
     history[1]["output"] = "<think>\nwhich?\n</think>\n\nwhat is the fee?"
-    history[2]["content"] += "</think><think>"
-    for thinking in (0, 1):
-        turns = turns_of(tokenizer, history, thinking)
-        (prompt, action), (later, last) = ([[i for i in ids if i in marks] for ids in turn]
-                                           for turn in turns)
-        assert action == marks and prompt == later == marks * (1 - thinking)
-        assert last == marks * thinking  # an empty one
+    with pytest.raises(ValueError, match="a stored thought needs"):
+        turns_of(tokenizer, history, 0)
+    (prompt, action), (later, last) = ([[i for i in ids if i in marks] for ids in turn]
+                                       for turn in turns_of(tokenizer, history, 1))
+    assert action == marks and not prompt and not later and last == marks  # an empty one
 
 
 def test_the_action_is_what_was_sampled():
@@ -274,17 +244,18 @@ def test_the_action_is_what_was_sampled():
 
 
 def test_what_the_critic_and_its_reference_read():
-    """c before the description, or none. A thought that the prompt opens is an output's alone."""
+    """c before the description, or none. A stored content closes a thought that is open."""
     tokenizer, history = tokenizer_of("qwen3"), PLAIN[:1]
     tokenizer.chat_template = (
         "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n"
         "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n<think>\n{% endif %}")
-    for action, said, opened in (({"content": "what?"}, "what?", ""), ({"output": ""}, "", ""),
-                                 ({"output": "eh</think>what?"}, "eh</think>what?", "<think>\n")):
+    for action, said in (({"content": "what?"}, "</think>what?"), ({"output": ""}, ""),
+                         ({"content": "<think>eh</think>what?"}, "eh</think>what?"),
+                         ({"output": "eh</think>what?"}, "eh</think>what?")):
         prompts = [f"<|im_start|>user\n{c}write f(x): the price<|im_end|>\n<|im_start|>assistant\n"
-                   + opened for c in ("", "Hidden reference:\nc\n\n")]
+                   "<think>\n" for c in ("", "Hidden reference:\nc\n\n")]
         for pi, ref in (0, 1), (1, 0), (1, 1), (0, 0):
-            record = {"task": {"ground_truth": "c"}}
+            record = {"task": {"ground_truth": "c"}, "meta": {"thinking": 1}}
             [turns] = M.pi_and_ref_turns(tokenizer, record, history, [action],
                                          pi_reads_c=pi, ref_reads_c=ref)
             read = [[tokenizer.decode([*map(ord, part)]) for part in turn] for turn in turns]
@@ -293,9 +264,9 @@ def test_what_the_critic_and_its_reference_read():
 
 def test_a_prompt_is_the_same_on_every_day(tiny_dir):
     tokenizer = M.find_model(tiny_dir)[1]
-    date = "{{ strftime_now(format='%d %B %Y %-H %F') }}"
+    date = "{{ strftime_now(format='%d %B %Y') }}"
     tokenizer.chat_template = date + tokenizer.chat_template
-    assert "26 July 2024 0 2024-07-26" in tokenizer.decode(M.render(tokenizer, dialogue("a")))
+    assert "26 Jul 2024" in tokenizer.decode(M.render(tokenizer, dialogue("a")))
 
 
 @pytest.mark.parametrize("start", [" [INST]", "\n\n", "  {% if true %}x{% endif %}", "{#- a -#} y",
@@ -305,42 +276,3 @@ def test_the_date_changes_no_other_text_of_a_template(start, tiny_dir):
     tokenizer.chat_template = start + tokenizer.chat_template
     plain = tokenizer.apply_chat_template(dialogue("a"), tokenize=False, add_generation_prompt=True)
     assert M.template_text(tokenizer, dialogue("a"), 0, True) == plain
-
-
-# --- part by part: by several kinds of tokenizers -------------------------------------------------
-
-KINDS = "bytes", "bytes after a space", "whole texts", "first word", "each text"
-PARTS = [  # template, kind, how control tokens are added, more tokens, whether there are parts
-    *((name, kind, how, [], True) for name in TEMPLATES for kind in KINDS
-      for how in ({}, {"rstrip": True})),
-    # tokens that look around themselves
-    *((name, "whole texts", {how: True}, [], False) for name in TEMPLATES
-      for how in ("lstrip", "single_word", "normalized")),
-    ("qwen3", "bytes", {}, ["\n", "\n\n", "\n\n\n"], True),  # Gemma's, which begin alike
-    ("qwen3", "bytes", {}, ["\n<|im_s"], False)]  # a control token begins inside another
-
-
-@pytest.mark.parametrize("name, kind, how, more, cut", PARTS)
-def test_the_ids_of_the_parts_are_those_of_the_whole(name, kind, how, more, cut, monkeypatch):
-    """Of growing dialogues of hostile text."""
-    tokenizer, random_ = tokenizer_of(name, kind, 500, **how), random.Random(1)
-    tokenizer.add_tokens([AddedToken(token, normalized=False) for token in more])
-    added = [token.content for token in tokenizer.added_tokens_decoder.values()]
-    words = WORDS + added + [text[1:] for text in added]
-    for _ in range(12):
-        messages = dialogue(*(spelled(random_, words) for _ in range(7)))
-        for t, thinking in itertools.product((1, 3, 5, 7), (0, 1)):
-            ids = M.render(tokenizer, messages[:t], thinking)
-            with monkeypatch.context() as m:
-                m.setattr(M, "cut_pattern", lambda tokenizer: re.compile(M.CUT))
-                assert ids == M.render(tokenizer, messages[:t], thinking), messages[:t]
-    text = tokenizer.apply_chat_template(dialogue("a", "b"), tokenize=False)
-    assert (len(list(filter(None, M.cut_pattern(tokenizer).split(text)))) > 1) == cut
-
-
-def test_a_part_is_tokenized_once(tiny_dir):
-    tokenizer, messages = M.find_model(tiny_dir)[1], dialogue(*(f"part {n}" for n in range(9)))
-    M.render(tokenizer, messages[:7])
-    before = M.part_ids.cache_info().misses
-    M.render(tokenizer, messages)
-    assert M.part_ids.cache_info().misses - before <= 2  # the two messages that are new

@@ -28,8 +28,7 @@ def scored(ranked, tiny_dir):
                 c.update(output=r.choice(SENTENCES), advantage=r.gauss(0, 1),
                          logprob=r.gauss(-9, 3))
                 del c["token_ids"]
-                ids, _ = M.action_ids(tokenizer, c, history)
-                c["token_ids"] = [*map(ord, ids)]
+                c["token_ids"] = [*map(ord, M.action_ids(tokenizer, c, history))]
                 if r.random() < 0.2:
                     c["cut"] = True
             if r.random() < 0.1 and len(candidates) > 1:  # one that has no score
@@ -47,10 +46,8 @@ def written(given, *flags):
 
 def turn_of(tokenizer, line, side):
     """(prompt, action) of a side of a line, as the template writes it, packed."""
-    prompt = M.packed(M.render(tokenizer, line["prompt"]))
-    ids, dropped = M.action_ids(tokenizer, line[side][0], line["prompt"])
-    assert not dropped
-    return prompt, ids
+    return (M.packed(M.render(tokenizer, line["prompt"])),
+            M.action_ids(tokenizer, line[side][0], line["prompt"]))
 
 
 @pytest.mark.parametrize("flags", [[], ["--pairs_per_turn", 2, "--seed", 1],
@@ -104,9 +101,8 @@ def test_a_thought_that_the_prompt_opens_is_in_the_texts(scored, tiny_dir, tmp_p
     tokenizer.save_pretrained(base)
     M.find_model(tiny_dir)[2].save_pretrained(base)
     for record in scored:
-        record["meta"] |= {"thinking": 1, "model_weights": None}
-    with patch.object(train_policy, "base_digest", lambda _: None):
-        made = written(scored, "--model", base)
+        record["meta"] |= {"thinking": 1}
+    made = written(scored, "--model", base)
     assert all(line["meta"] == {"thinking": 1} for line in made)
     assert {line[side][0]["content"] for line in made for side in ("chosen", "rejected")} <= {
         "<think>" + text for text in SENTENCES}

@@ -243,14 +243,6 @@ def test_another_form_is_named_by_its_line(message):
         convert([FORMS["HH"][0], NO_FORM[message]])
 
 
-def test_a_key_that_occurs_twice_is_refused():
-    """One of its values would be dropped."""
-    chosen, rejected = json.dumps(CHOSEN), json.dumps(REJECTED)
-    line = f'{{"chosen": {chosen}, "rejected": {rejected}, "chosen": {rejected}}}\n'
-    with pytest.raises(SystemExit, match="^error: stdin, line 2: .*the key 'chosen' occurs 2 tim"):
-        convert(lines([FORMS["HH"][0]]) + line)
-
-
 @pytest.fixture
 def groups_of(tiny_dir):
     """groups_of(lines): the pairs that train_policy.py makes of preferences."""
@@ -268,27 +260,6 @@ def test_a_pair_has_all_messages_of_the_assistant(tiny_dir, groups_of):
             for side in sides]
     assert list(map(len, want)) == [2, 1]
     assert groups_of([line]) == [[Pair(*want, gap=1.0)]]
-
-
-def test_a_trainer_names_the_converter(tiny_dir):
-    for trainer in (train_policy, train_critic):
-        for line in (GOOD, {"messages": CHOSEN}):
-            with pytest.raises(SystemExit, match=f"stdin, line 1: .*{CONVERT}.*--loss mtdpo"):
-                read_by([line], trainer, "--model", tiny_dir)
-
-
-@pytest.mark.parametrize("name, value", [
-    ("tools", [{}]), ("tool_calls", [{}]), ("system", "Be brief."), ("reasoning_content", "why"),
-    ("loss", False), ("loss_mask", 0), ("weight", 0.5), ("train", False), ("input", "<|system|>")])
-def test_a_records_field_that_changes_the_meaning_is_refused(name, value, ranked, tiny_dir):
-    """In the record or in a message of it."""
-    record, odd = ranked[0], {name: value}
-    first, *others = record["dialogue_history"]
-    of_message = {**record, "dialogue_history": [{**first, **odd}, *others]}
-    for trainer in (train_policy, train_critic):
-        for line in ({**record, **odd}, of_message):
-            with pytest.raises(SystemExit, match=f"line 2: the field '{name}'"):
-                read_by([record, line], trainer, "--model", tiny_dir)
 
 
 def test_names_of_a_records_fields_and_whole_weights_bind_no_preference():
@@ -340,34 +311,9 @@ def test_what_is_longer_than_the_models_positions_is_left_out(other, groups_of, 
     assert 'the first: the task "a river a river a river a river' in said
 
 
-def test_ids_beyond_the_models_embedding_are_refused(other, groups_of):
-    model = other()
-    tokenizer = M.find_model(str(model))[1]
-    tokenizer.add_tokens(["<extra>"])
-    tokenizer.save_pretrained(model)
-    assert groups_of([GOOD], model=model)
-    line = {**GOOD, "chosen": [RIVER, {**ELBE, "content": "The <extra>"}]}
-    told = "the task \"Name a river.\" .* has a token id outside --model's vocabulary"
-    with pytest.raises(SystemExit, match=told):
-        groups_of([GOOD, line], model=model)
-
-
 def test_a_conversation_that_the_template_refuses_is_named_by_its_beginning(other, groups_of):
     model = other("{{ bos_token }}", "{% if messages[0]['role'] == 'system' %}"
                   "{{ raise_exception('no system') }}{% endif %}{{ bos_token }}")
     with pytest.raises(SystemExit, match="--model's chat template rejects the task \"Name a "
                                          "river.\" .*: no system"):
         groups_of([GOOD, {**GOOD, "chosen": [SYSTEM, *CHOSEN]}], model=model)
-
-
-def test_stored_text_that_a_template_does_not_write_after_its_prompt_is_told(other, groups_of,
-                                                                             capsys):
-    """With a count and an example."""
-    model = other("<|assistant|>{% endif %}", "<|assistant|>why{% endif %}")
-    groups_of([GOOD, {**GOOD, "chosen": [RIVER, {**ELBE, "content": "<|end|>"}]}], model=model)
-    said = capsys.readouterr().err
-    assert "4 stored messages do not follow the prompt verbatim" in said
-    assert "1 messages contain a control token" in said
-    ready = {"prompt": "<|user|>Name a river.<|end|>", "chosen": "The Elbe.", "rejected": "Water."}
-    groups_of([ready], model=model)
-    assert "2 messages contain a control token" in capsys.readouterr().err  # one of each side

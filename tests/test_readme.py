@@ -67,7 +67,8 @@ def all_commands():
 
 @pytest.mark.parametrize("name, argv", all_commands(),
                          ids=lambda x: x if isinstance(x, str) else " ".join(x)[:60])
-def test_commands_parse(name, argv):
+def test_commands_parse(name, argv, monkeypatch):
+    monkeypatch.setattr(train_critic, "finished_flags", lambda folder: SimpleNamespace())
     import_module(name).get_args(argv)
 
 
@@ -131,7 +132,8 @@ def test_two_edits_combine_but_for_those_of_one_place(tmp_path):
     told = re.search(r"Two edits combine, but for (.*?)\.\s", MANUAL, re.S)[1]
     of_one_line = {("regression", "margin_by_gap"), ("regression", "sqrt_length"),
                    ("regression", "sum"), ("sqrt_length", "sum"),  # of the critic's loss
-                   ("grpo", "opsd")}  # of the policy's choices
+                   ("grpo", "opsd"),  # of the policy's choices
+                   ("csv", "wandb")}  # of where a row is written
     assert "those of one line" in told and conflicts - of_one_line == {
         tuple(re.findall(r"`(\w+)`", pair)) for pair in told.split(",")[:3]}
 
@@ -483,11 +485,10 @@ def test_the_orders(folder, monkeypatch):
     save(toy.tiny_model(orders["demos"](SimpleNamespace(n=200, seed=0, shown=0.5))), seed / "toy")
     (seed / "toy.log").touch()  # made already
     small = "SEEDS=0 PARTS=spelled N=10 TESTS=1 DEMOS=300"
-    said = run(f"{small} bash tests/experiments/orders.sh", folder).stderr
+    run(f"{small} bash tests/experiments/orders.sh", folder)
     results = records((seed.parent / "results.jsonl").read_text())
     assert [r["system"] for r in results] == ["base", "eq3-mix1", "eq3@0.1", "untrained-mix1",
                                               "untrained@0.1"]
-    assert said.count("pair accuracy") == 2
 
     # recipe.sh takes these episodes and scores on to its second round
     methods = ["untrained", "recipe", "eq3-rft", "rft"]

@@ -70,6 +70,7 @@ def test_an_episode_served_as_the_card_says_is_that_of_collect(begin, end, tiny_
     given = shown_demos()
     rft = ["--loss", "rft", "--all", 1, "--model", base, "--batch_size", 6, "--lr", 3e-3]
     succeed("train_policy.py", *rft, "--out", out, stdin=given)
+    succeed("tests/experiments/card.py", out, stdin=given)
 
     card = (out / "README.md").read_text()
     shown = json.loads(re.search(r"```json\n(.*?)\n```", card, re.DOTALL)[1])

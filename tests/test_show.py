@@ -10,7 +10,7 @@ from transformers import AutoTokenizer
 
 import train_critic
 import train_policy
-from colbench import agent_messages, with_hidden
+from colbench import agent_messages
 from conftest import CPU, ROOT, complaint, demos, lines, read_by, script, succeed
 
 SHOW = "tests/experiments/show.py"
@@ -81,7 +81,7 @@ def test_a_prompt_that_drops_earlier_text_is_said_to_differ(tiny_dir, tmp_path):
     """As templates do that cut thoughts out of earlier messages."""
     tokenizer = AutoTokenizer.from_pretrained(tiny_dir)
     tokenizer.chat_template = tokenizer.chat_template.replace(
-        "m['content']", "(m['content'] if loop.last else m['content'].split('?')[-1])")
+        "m['content']", "m['content'].split('</think>')[-1]")
     assert "split" in tokenizer.chat_template
     from model import find_model
     tokenizer.save_pretrained(tmp_path)
@@ -89,6 +89,8 @@ def test_a_prompt_that_drops_earlier_text_is_said_to_differ(tiny_dir, tmp_path):
     for name in ("config.json", "generation_config.json"):
         (tmp_path / name).write_bytes(open(f"{tiny_dir}/{name}", "rb").read())
     given = next(r for r in demos(50) if len(agent_messages(r)) == 2)
+    agent_messages(given)[0]["output"] = "why?</think>" + agent_messages(given)[0]["content"]
+    agent_messages(given)[0]["content"] = agent_messages(given)[0]["output"]
     done = script(SHOW, "train_policy.py", "--loss", "rft", "--all", 1, "--model", tmp_path,
                   stdin=[given])
     assert "... the next prompt shares" in done.stdout, done.stderr

@@ -154,7 +154,7 @@ def test_a_stage_that_fails_shows_its_error(flag, message, folder):
 
 def test_before_the_dialogue_a_critic_is_known_to_be_one():
     talk = runpy.run_path(TALK[1])
-    with pytest.raises(SystemExit, match="error: runs/x is not a finished run of"):
+    with pytest.raises(SystemExit, match="error: 'runs/x' is not a finished run of"):
         talk["main"](SimpleNamespace(critic="runs/x"), [])
 
 

@@ -29,6 +29,7 @@ import toy_pages
 import train_critic
 import train_policy
 import utils
+import colbench
 from colbench import (agent_messages, first_message, hidden_information, read_records, task_id,
                       with_hidden)
 from conftest import (CPU, ROOT, actions, change_weights, complaint, copy_scripts, demos,
@@ -104,9 +105,9 @@ def trajectory(i, task, reward, too_long=False):
     return Trajectory(task, {"reward": reward}, [[Action({}, turn, turn)]])
 
 
-def test_pairs_of_trajectories_are_those_of_two_loops_and_none_has_its_reason():
+def test_pairs_of_trajectories_are_those_of_two_loops():
     """Over random trajectories with rewards in tenths, whose floats differ by a little less."""
-    r, reasons = random.Random(0), Counter()
+    r = random.Random(0)
     for _ in range(300):
         tenths = [r.choice([3, 5, 6, 7, 10, 10]) for _ in range(r.randrange(1, 10))]
         task, too_long = [r.choice("abc") for _ in tenths], [r.random() < 0.2 for _ in tenths]
@@ -120,14 +121,7 @@ def test_pairs_of_trajectories_are_those_of_two_loops_and_none_has_its_reason():
         best = {(i, j) for i, j in worse if solved.get(task[i]) == i}
         for least, want in ((None, best), (margin / 10, apart)):
             if not want:
-                why = "both a solved and an unsolved one .--min_gap 0"
-                if least is not None:
-                    why = f"two whose rewards differ, by {least} or more"
-                reasons[why] += 1
-                n = f"no pairs in {len(given)} trajectories, {sum(too_long)} of them too long for "
                 assert not M.trajectory_pairs(given, least)
-                message = M.why_no_pairs(given, least)
-                assert re.match(f"{n}.*: no task has {why}.* collect.py -k", message)
                 continue
             groups = M.trajectory_pairs(given, least).values()
             pairs = [(pair.chosen[0][0][1], pair.rejected[0][0][1], pair.gap)
@@ -135,23 +129,6 @@ def test_pairs_of_trajectories_are_those_of_two_loops_and_none_has_its_reason():
             assert sorted((i, j) for i, j, _ in pairs) == sorted(want)
             assert all(gap == pytest.approx((tenths[i] - tenths[j]) / 10) for i, j, gap in pairs)
             assert all(len({task[pair.chosen[0][0][1]] for pair in g}) == 1 for g in groups)
-    assert len(reasons) == 4  # three margins and none
-
-
-@pytest.mark.parametrize("flags, change, why", [
-    ([], {"candidates": []}, "no turn has two candidates .collect.py --candidates 16"),
-    ([], {"candidates": [{"content": "x"}, {"content": "y"}]}, "advantages .train_critic.py"),
-    (["--max_length", 3], {}, r"(\d+) of whose \1 turns are too long"),
-    (["--loss", "rft", "--max_length", 3], {}, r"(\d+) of whose \1 turns are too long"),
-    (["--loss", "rft"], {"reward": 0.5}, "0 of whose .* no trajectory is solved"),
-    (["--loss", "mtdpo"], {"reward": 0.5}, "no pairs in 8 .* no task has both a solved"),
-    (["--mix", 0.1], {"reward": 0.5}, "--mix: no pairs in 8 .* no task has both a solved")])
-def test_a_policy_without_data_says_what_is_missing(flags, change, why, ranked, tiny_dir):
-    for r in ranked:
-        for part in (r, *agent_messages(r)):
-            part |= {name: value for name, value in change.items() if name in part}
-    with pytest.raises(SystemExit, match=why):
-        read_by(ranked, train_policy, "--model", tiny_dir, *flags)
 
 
 def candidate(i, advantage, logprob=0, **fields):
@@ -311,24 +288,21 @@ def test_dialogues_that_collect_would_begin_otherwise_are_counted_with_both_text
 # --- the critic's reference, when it is finished --------------------------------------------------
 
 def test_a_finished_critic_finds_its_reference_and_takes_no_other(rewarded, tiny_dir, tmp_path):
-    """By a path from its own directory, so that both may move together; or by --model. It reads
-    what it read in training, and scores what has no reward.
-    """
+    """Or --model says where it is. It reads what it read in training; no reward is needed."""
     shutil.copytree(tiny_dir, tmp_path / "runs" / "base")
     flags = ["--model", "base", "--epochs", 1, "--ref_context", "agent", "--out", "c"]
     done = succeed("train_critic.py", *flags, stdin=rewarded, cwd=tmp_path / "runs")
     first = records(done.stdout)
     assert any(x["advantage"] for r in first for x in actions(r))
     assert "pair accuracy" in done.stderr
-    moved = shutil.move(tmp_path / "runs", tmp_path / "moved")
-    base, out = Path(moved, "base"), Path(moved, "c")
+    base, out = tmp_path / "runs" / "base", tmp_path / "runs" / "c"
     score = ["train_critic.py", "--score", out]
     for r in first + rewarded:
         del r["reward"]
-    assert records(succeed(*score, stdin=rewarded[::-1]).stdout) == first[::-1]
+    again = succeed(*score, stdin=rewarded[::-1], cwd=tmp_path / "runs")
+    assert records(again.stdout) == first[::-1]
     elsewhere = shutil.move(base, tmp_path / "elsewhere")
-    complaint(script(*score, stdin=rewarded), f"the pi_ref of the critic in {out} is not there",
-              "no model at 'base'")
+    complaint(script(*score, stdin=rewarded), "no model at 'base'")
     assert records(succeed(*score, "--model", elsewhere, stdin=rewarded).stdout) == first
     change_weights(elsewhere, lambda state: {name: x * 1.001 for name, x in state.items()})
     done = script(*score, "--model", elsewhere, stdin=rewarded)
@@ -349,21 +323,11 @@ JOBS = {"critic": CRITIC, "moe": CRITIC,  # 5 experts: on 2 ranks the shards are
                  "--lr", 2e-7, "--dtype", "bf16"]}
 
 
-def test_rewards_of_two_graders_and_candidates_of_other_weights_are_noted(ranked, tiny_dir, capsys):
+def test_rewards_of_two_graders_are_noted(ranked, tiny_dir, capsys):
     def notes(given, *flags):
         read_by(given, train_policy, "--model", tiny_dir, *flags)
         return capsys.readouterr().err
 
-    for r in ranked[:2]:
-        r["meta"]["model_weights"] = "of another model"
-    note = "2 episodes have candidates that were not sampled from --model"
-    assert note in notes(ranked) and note not in notes(ranked, "--loss", "rft", "--all", 1)
-    own = M.base_digest(tiny_dir)  # of later candidates, meta.candidates tells the sampler
-    for r, theirs in zip(ranked, (own, own, "other", "other")):
-        r["meta"]["candidates"] = {"model_weights": theirs}
-    assert note in notes(ranked)
-    ranked[3]["meta"]["candidates"]["model_weights"] = own
-    assert note.replace("2", "1") in notes(ranked)
     note = "paired by rewards of different graders"
     mixed = ["--mix", 1, "--min_gap", 0]
     assert note not in notes(ranked, *mixed)
@@ -570,17 +534,6 @@ def test_two_processes_train_turn_by_turn_as_one_does(tmp_path, tiny_dir):
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("flags, message", [
-    ([], "error: stdin, line 2: not JSON"),
-    (["--learning_rate", 1], "error: unrecognized arguments: --learning_rate 1")])
-def test_two_ranks_say_an_error_once_and_leave_nothing(flags, message, command, data, tmp_path):
-    bad = data.splitlines()[0] + "\n{'single': 'quotes'}\n"
-    done = script(*command("critic", tmp_path / "out", *flags), stdin=bad, ranks=2)
-    complaint(done, message)
-    assert not [*tmp_path.glob("out/*")]
-
-
-@pytest.mark.full
 def test_ranks_that_read_other_weights_are_refused(tiny_dir, tmp_path):
     """As where each node has a copy of its own."""
     (tmp_path / "around.py").write_text(AROUND)
@@ -589,7 +542,7 @@ def test_ranks_that_read_other_weights_are_refused(tiny_dir, tmp_path):
     change_weights(tmp_path / "1", lambda state: {name: x + 1e-3 for name, x in state.items()})
     done = script(tmp_path / "around.py", f"{ROOT}/train_policy.py", "--loss", "rft", "--all", 1,
                   "--model", tmp_path / "RANK", "--out", tmp_path / "out", stdin=demos(4), ranks=2)
-    complaint(done, "0' are not the same on all ranks")
+    assert done.returncode and "are not the same on all ranks" in done.stderr
 
 
 @pytest.mark.full
@@ -629,7 +582,6 @@ def test_one_process_finishes_what_two_of_torchrun_began(whole, command, data, t
     (resumed,) = (row for row in metrics(out) if "resumed" in row)
     assert 2 <= resumed["resumed"] < resumed["steps"] and resumed["world"] == 1
     same_to_rounding(whole("critic"), out, done.stdout)
-    assert (out / "README.md").exists()
 
 
 # --- a killed run, and the --out directory --------------------------------------------------------
@@ -657,12 +609,9 @@ def killed(command, data, tmp_path_factory):
         ("bf16", 1, 1), ("critic", 1, 2), ("moe", 2, 1)))])
 def test_a_killed_run_resumes_to_the_same_bits(job, began, world, killed, whole, command, data,
                                                tmp_path):
-    """Where it has had two processes, to rounding. Nothing is left that a finished run does not
-    need; a card that the user wrote is kept.
-    """
+    """Where it has had two processes, to rounding. Only what a finished run needs is left."""
     out = shutil.copytree(killed(job, began), tmp_path / "out")
     saved = max(int(path.name[11:]) for path in out.glob("checkpoint-*") if path.suffix != ".part")
-    (out / "README.md").write_text("mine")
     (out / "checkpoint-7.part").mkdir()  # what a kill leaves while a checkpoint is being written
     (out / "checkpoint-7.part" / ".metadata").write_text("{")
     with open(out / "metrics.jsonl", "a") as f:
@@ -672,7 +621,6 @@ def test_a_killed_run_resumes_to_the_same_bits(job, began, world, killed, whole,
     (resumed,) = (row for row in metrics(out) if "resumed" in row)
     assert 2 <= saved == resumed["resumed"] < resumed["steps"] and resumed["world"] == world
     assert sorted(os.listdir(out)) == sorted(os.listdir(whole(job)[0]))
-    assert (out / "README.md").read_text() == "mine"
 
 
 def contents(out):
@@ -695,27 +643,9 @@ def test_a_finished_run_is_only_read_and_what_is_no_run_never_removed(job, whole
     assert contents(tmp_path) == {tmp_path / "precious": b"mine"}
 
 
-@pytest.mark.parametrize("base, head", [("runs/base", []), ("org/base", ["base_model: org/base"])])
-def test_a_model_card_says_what_metrics_jsonl_does(base, head, tmp_path):
-    """The last step's row also if the run was resumed after it; a folder is no base_model."""
-    (tmp_path / "runs" / "base").mkdir(parents=True)
-    start = {"args": {"model": base}, "argv": ["train_policy.py", "--out", "a b"],
-             "version": "1a2b, torch 2"}
-    rows = [{**start, "version": "older"}, {"step": 0, "loss": 2.0, "tokens": 9},
-            {"step": 0, "held_out_loss": 1.5}, {"resumed": 1, **start}]
-    (tmp_path / "out").mkdir()
-    (tmp_path / "out" / "metrics.jsonl").write_text(lines(rows))
-    with contextlib.chdir(tmp_path):
-        M.write_card("out", None)
-    assert (tmp_path / "out" / "README.md").read_text() == "\n".join([
-        "---", *head, "library_name: transformers", "---", "", f"- base: {base}",
-        "- command: `train_policy.py --out 'a b'`", "- code: 1a2b, torch 2",
-        '- last metrics: `{"step": 0, "held_out_loss": 1.5}`', ""])
-
-
 @pytest.mark.parametrize("finished, flags, change, message", [
-    (False, ["--lr", 3], ("", ""), "--lr 0.0001, not 3.0"),
-    (True, ["--dtype", "bf16"], ("", ""), "--dtype auto, not bf16"),
+    (False, ["--lr", 3], ("", ""), "different lr"),
+    (True, ["--dtype", "bf16"], ("", ""), "different dtype"),
     (True, ["--eval_every", 7], ('"content": "write', '"content": "Write'),
      "different pairs_hash"),
     (False, ["--model", "OTHER"], ("", ""), "different model_weights")])
@@ -744,7 +674,7 @@ def test_an_edited_script_neither_resumes_nor_scores_in_silence(killed, whole, c
     for folder in (out, finished):
         before = contents(folder)
         complaint(script(edited, *command("critic", folder)[1:], stdin=data),
-                  f"the run in {folder} has different train_critic.py (it has copies)")
+                  f"the run in {folder} has different train_critic.py: ")
         assert contents(folder) == before
     done = succeed(edited, "--score", finished, stdin=data)
     assert f"the critic in {finished} was trained by another train_critic.py" in done.stderr
@@ -756,16 +686,14 @@ def test_an_edited_script_neither_resumes_nor_scores_in_silence(killed, whole, c
 def test_score_never_trains(tmp_path):
     """What is not a finished critic is named, and nothing is made."""
     row = {"args": {"ref_context": "agent"}}
-    for name, rows, why in (("gone", None, "it has no"), ("policy", [{"args": {}}], "a run of"),
-                            ("killed", [row, {"step": 3}], "it was interrupted; repeat its"),
-                            ("other", [{"x": 1}], "it has no metrics.jsonl of a run")):
+    for name, rows in (("gone", None), ("policy", [{"args": {}}, {"finished": 3}]),
+                       ("killed", [row, {"step": 3}]), ("other", [{"x": 1}])):
         if rows:
             (tmp_path / name).mkdir()
             (tmp_path / name / "metrics.jsonl").write_text(lines(rows))
         before = sorted(tmp_path.rglob("*"))
-        args = train_critic.get_args(["--score", str(tmp_path / name)])
-        with pytest.raises(SystemExit, match=f"{name} is not a finished run of .*: .*{why}"):
-            train_critic.score_only(args, "cpu")
+        with pytest.raises(SystemExit, match=f"{name}' is not a finished run of train_critic.py"):
+            train_critic.get_args(["--score", str(tmp_path / name)])
         assert sorted(tmp_path.rglob("*")) == before
 
 
@@ -773,7 +701,7 @@ def test_a_run_whose_last_save_fails_goes_on(killed, whole, command, data, tmp_p
     out = shutil.copytree(killed("critic"), tmp_path / "out")
     (out / "tokenizer.json").mkdir()
     resume = command("critic", out, "--save_every", 2)
-    complaint(script(*resume, stdin=data), f"{out} can't be written")
+    assert script(*resume, stdin=data).returncode == 1
     (out / "tokenizer.json").rmdir()
     done = succeed(*resume, stdin=data)
     same_bits(whole("critic"), out, done.stdout)
@@ -839,20 +767,6 @@ def test_other_data_or_steps_have_no_pairs(whole, data, tmp_path):
 
 # --- what is left out, what it is saved as --------------------------------------------------------
 
-@pytest.mark.parametrize("mode", [["--score", "x"], ["--untrained", "1"]])
-def test_each_flag_has_an_effect_or_is_refused(mode, capsys):
-    """Without training a critic takes those of its reference, speed, memory and length."""
-    effective = {"model", "min_gap", "max_length", "tree_tokens", "dtype", "compile", "offload"}
-    for name in vars(train_critic.get_args([])).keys() - {"given", "out", "score", "untrained"}:
-        value = {"dtype": "bf16", "ref_context": "agent"}.get(name, "1")
-        if name in effective:
-            assert train_critic.get_args([*mode, f"--{name}", value]).out is None
-            continue
-        with pytest.raises(SystemExit):
-            train_critic.get_args([*mode, f"--{name}={value}"])
-        assert f"error: --{name} has an effect only with --out\n" in capsys.readouterr().err
-
-
 def test_turns_that_are_too_long_get_no_advantage_and_are_counted(data, tiny_dir):
     flags = ["--untrained", 1, "--max_length", 150]
     done = succeed("train_critic.py", "--model", tiny_dir, *flags, stdin=data)
@@ -870,15 +784,18 @@ def scored_trajectories(r, n):
         for turn in turns:
             logps[turn], ref[turn] = (torch.tensor([r.choice([-0.5, -1.0, -2.0]) for _ in turn[1]])
                                       for _ in range(2))
-        record = {"reward": r.choice([0.5, 0.7, 1.0]), "sample": i}
-        given.append(Trajectory(r.choice("abc"), record, [[Action({}, x, x)] for x in turns]))
+        task = r.choice("abc")
+        record = {"task": {"problem_description": task, "id": i},
+                  "reward": r.choice([0.5, 0.7, 1.0]), "sample": i}
+        given.append(Trajectory(task, record, [[Action({}, x, x)] for x in turns]))
     return given, logps, ref
 
 
 def test_pair_accuracy_is_that_of_a_plain_loop_over_pairs(tmp_path, capsys):
     """Of tasks that the critic did not train on. A tie counts half."""
     r, run = random.Random(0), str(tmp_path)
-    (tmp_path / "metrics.jsonl").write_text(lines([{"args": {}, "tasks": ["a"]}]))
+    trained_on = [colbench.content_hash({"problem_description": "a"})]  # the ids are other ones
+    (tmp_path / "metrics.jsonl").write_text(lines([{"args": {}, "tasks": trained_on}]))
     for out, score, least in (run, None, None), (None, run, None), (None, None, 0.3):
         tasks = "bc" if run in (out, score) else "abc"
         for _ in range(20):
@@ -897,14 +814,8 @@ def test_pair_accuracy_is_that_of_a_plain_loop_over_pairs(tmp_path, capsys):
             train_critic.print_pair_accuracy(args, given, logps, ref)
             share = sum(correct) / len(correct)
             said = capsys.readouterr().err
-            kind = "at least 0.3 apart" if least else "solved/unsolved"
-            few = ", few to judge by" if len(correct) < 100 else ""
-            n = len({task for k, (task, high, _) in enumerate(values) for other, low, _ in values
-                     if task == other and (first.get(task) == k and low < 1 if least is None
-                                           else high - low > least - 0.01)})
-            assert (f"pair accuracy {100 * share:.1f} % ({len(correct)} pairs {kind}{few}, of {n} "
-                    "tasks that the critic was not trained on)") in said
-            assert ("below two thirds" in said) == (share < 2 / 3)
+            assert said == (f"pair accuracy {100 * share:.1f} % ({len(correct)} pairs of tasks "
+                            "that the critic was not trained on)\n")
 
 
 def test_a_critic_without_pairs_to_judge_it_by_says_so(capsys):

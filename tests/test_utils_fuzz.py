@@ -139,7 +139,7 @@ def test_a_null_is_a_field_that_is_not_there(good):
 
 @pytest.mark.parametrize("text, message", [
     *((text, f"not JSON .{re.escape(text)} is not a finite number")  # also where it only passes
-      for text in ("NaN", "Infinity", "-Infinity", "1e999")),
+      for text in ("NaN", "Infinity", "-Infinity")),
     ('0}, "task": {"kind": ["words"]', "task.kind is not text"),
     # true is no number, nor is 1 true
     ('0}, "reward": true, "x": {"y": 0', "reward is not a finite number"),
@@ -158,32 +158,8 @@ def test_what_a_record_may_not_hold_is_named(text, message):
         list(colbench.read_records([line.encode()]))
 
 
-def spelled_twice(r, value):
-    """Yields (a JSON text of the value in which one object has a key twice, that key)."""
-    if isinstance(value, dict):
-        for key, x in value.items():
-            others = [f"{json.dumps(k)}: {json.dumps(v)}" for k, v in value.items() if k != key]
-            pairs = [*others, *(f"{json.dumps(key)}: {json.dumps(v)}"
-                                for v in (x, r.choice([x, None, 0, "x"])))]
-            yield "{" + ", ".join(r.sample(pairs, len(pairs))) + "}", key
-            for text, again in spelled_twice(r, x):
-                yield "{" + ", ".join([*others, f"{json.dumps(key)}: {text}"]) + "}", again
-    if isinstance(value, list):
-        for i, x in enumerate(value):
-            for text, again in spelled_twice(r, x):
-                texts = [*map(json.dumps, value[:i]), text, *map(json.dumps, value[i + 1:])]
-                yield "[" + ", ".join(texts) + "]", again
-
-
-def test_a_key_that_occurs_twice_in_an_object_of_any_depth_is_refused_with_its_place(good):
-    """Only one of its values would be read. Readers without duplicates read what json reads."""
-    for record in good[:2]:
-        text = json.dumps(record).encode()
-        assert [x for _, x in utils.read_jsonl([text])] == [json.loads(text)]
-    seen = set()
-    for text, key in spelled_twice(random.Random(SEED), good[0]):
-        assert json.loads(text)  # Python takes it
-        with pytest.raises(SystemExit, match=f"^error: stdin, line 2: .*the key {key!r} occurs 2 "):
-            list(colbench.read_records([json.dumps(good[0]).encode(), text.encode()]))
-        seen.add(key)
-    assert {"task", "test_cases", "test1", "role", "content", "logprob", "meta"} <= seen
+def test_a_lone_surrogate_is_replaced_wherever_it_is():
+    """Tokenizers and requests can't encode it; a pair of them is one character."""
+    text = r'{"a\ud800": ["\udc00b", {"c": "\ud83d\ude42 \ud83d", "d": [1, 2.5, null]}]}'
+    [(_, record)] = utils.read_jsonl([text.encode()])
+    assert record == {"a\ufffd": ["\ufffdb", {"c": "🙂 \ufffd", "d": [1, 2.5, None]}]}

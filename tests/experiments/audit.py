@@ -13,8 +13,8 @@ A system is a model with a human, as `meta` names them. Figures are % of its epi
     contradicted  a reply has a number that neither the reference nor the dialogue before has, or
                   gives a variable another value ("fee is 3", "fee=3")
     broke_off     a reply is empty, truncated or a refusal, or mentions the reference
-    both_sides    a reply begins with a speaker's name, or speaks for the agent, too; in replies of
-                  an LLM collect.py removes that, and counts it in its last line
+    both_sides    a reply begins with a speaker's name, or speaks for the agent, too; of replies of
+                  an LLM collect.py removes that
     redacted      a reply has [...], by which collect.py replaces quotes
     tainted       share of the solved episodes that have a fault of the first five kinds
 
@@ -42,7 +42,7 @@ from types import SimpleNamespace
 from typing import NamedTuple
 
 sys.path.insert(0, os.path.join(os.path.dirname(__file__), "..", ".."))
-from colbench import (environment, fill, hidden_information, is_code, message_texts, own_words,
+from colbench import (environment, fill, hidden_information, message_texts, own_words,
                       read_records, redact, task_id)
 from utils import flag, open_stdout, parser, run, say
 
@@ -275,6 +275,33 @@ def tokens(text, strings):
     return [(repr(m[2]) if m[1] else m[0], *m.span()) for m in re.finditer(token, text)]
 
 
+# What shows that a line which Python can parse is code, and not a word or a fact such as rate = 4.
+OPERATION = re.compile(r"""
+    [<>] | [-+*/%|&=!]=                             # x < 5, x == y, x *= 2
+    | [\w)\]][(\[]                                  # f(x), x[0], unlike "Height (cm)"
+    | ^(def|if|for|while)\b | \bif\b.*\belse\b
+    | ^return\b.*([^\W\d][_.\d]|f')                 # return total_price, unlike "return the"
+    | \bis\ (not\ )?None\b
+    | ['_(].*\bin\b | \bin\b.*['_(]                 # 'a' in letters, unlike "fee in euros"
+    | [^\W\d]\w*[)\]]*\ ([-+*/%]|//|\*\*)\  | '\ %\   # x - 1, unlike "20 % off" and "24 / 7"
+    | \ ([-+*/]|//|\*\*)\ [(\[]*[^\W\d]             # 1 - x
+    | [^\W\d]\w*[)\]]*[*+]\w | \d[*+][^\W\d] | \)[-+*/]  # x*2, 2*x, (x)*2
+    | _\w*[-/] | [-/]\w*_ | (?<![\w-])[a-z][-/]([a-z]|\d+)(?![\w-])  # x-1, unlike "t-shirt"
+    """, re.X)
+
+
+def is_code(line):
+    """Whether a line is Python that computes, compares, calls or controls."""
+    line = line.strip()
+    statement = f"{line} pass" if line.endswith(":") else line
+    try:
+        ast.parse(statement)
+    except (SyntaxError, ValueError):
+        return False
+    without_texts = re.sub(r"""("|').*?\1|#.*""", "''", line)
+    return bool(OPERATION.search(without_texts))
+
+
 def quotes(reply, task, before):
     """Whether a reply has code of the reference, as redact finds it or as an expression."""
     code = task["ground_truth"]
@@ -354,11 +381,7 @@ def breaks_off(reply, task):
 
 def both_sides(reply):
     """Whether a reply begins with a speaker's name, or speaks for the agent, too."""
-    try:
-        _, named, others = own_words(reply)
-    except ValueError:
-        return True
-    return named or others
+    return own_words(reply) != reply.strip()
 
 
 def faults(task, before, reply):

@@ -12,7 +12,6 @@ import openai
 
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__)))))
 from colbench import without_thinking  # noqa: E402
-from utils import api_key  # noqa: E402
 
 PROMPT = """An assistant works for a colleague who wants something that it can't see. It finds \
 out by talking to them, and hands it in at the end.
@@ -35,7 +34,7 @@ URL = os.environ.get("JUDGE")
 if not URL:
     raise SystemExit("error: set JUDGE=http://host:port/v1")
 CLIENT = openai.AsyncOpenAI(base_url=URL, max_retries=8,
-                            api_key=api_key("OPENAI_API_KEY"))
+                            api_key=os.environ.get("OPENAI_API_KEY", "none"))
 
 
 @functools.cache

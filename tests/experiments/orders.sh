@@ -60,4 +60,3 @@ run_in_parallel "$SEEDS" "$PARTS"
 for p in $PARTS; do
   table $(rows $p "$SEEDS" $(cd runs/seed${SEEDS%% *}/$p && ls test-* | sed 's/test-\|.jsonl//g'))
 done
-grep -oE "(no )?pair accuracy [^,]*" runs/seed*/*/*.log >&2

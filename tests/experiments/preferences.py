@@ -29,7 +29,7 @@ import textwrap
 from itertools import takewhile
 
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__)))))
-from colbench import RECORD, check_dialogue, check_shape, reject_unsupported  # noqa: E402
+from colbench import RECORD, check_dialogue, check_shape  # noqa: E402
 from utils import (add_warning, digest, fail, flag, open_stdout, parse_json,  # noqa: E402
                    parser, print_warnings, read_jsonl, run)
 
@@ -170,9 +170,25 @@ def history_messages(history):
             for role, text in zip(("user", "assistant"), turn)]
 
 
+UNSUPPORTED = {  # fields that would change the prompt or the loss, and what to do instead
+    "system": "make it a first message with the role system",
+    "input": "prompts are built from the messages: drop it if the first one has the "
+             "instructions, else put them there",
+    "reasoning_content": "put it into content as <think> ... </think>",
+    **dict.fromkeys(["tools", "tool_calls"], "for tools see TRL"),
+    **dict.fromkeys(["loss", "loss_mask", "weight", "train"], "every message has the same weight")}
+
+
+def reject_unsupported(fields):
+    """Raises ValueError for an UNSUPPORTED field of a line or a message."""
+    for name in UNSUPPORTED:
+        if fields.get(name) not in (None, "", [], {}, 1):  # a weight of 1 (or true) is fine
+            raise ValueError(f"the field {name!r} is not supported: {UNSUPPORTED[name]}")
+
+
 def drop(fields, what):
     """Names fields that no format has; raises ValueError for one that may belong to the prompt."""
-    reject_unsupported(fields, ())
+    reject_unsupported(fields)
     for name, value in fields.items():
         words = {word.removesuffix("s") for word in re.split("[^a-z]+", name.lower())}
         if isinstance(value, (str, list, dict)) and value and words & CONTEXT:

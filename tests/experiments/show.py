@@ -56,15 +56,15 @@ def marked(tokenizer, turns, side):
 
 def groups_of(args, trainer):
     """Returns [(task id, [Pair])] of stdin."""
-    from model import read_trajectories, trajectory_pairs, why_no_pairs
+    from model import read_trajectories, trajectory_pairs
     if trainer.__name__ == "train_policy":
         trajectories = read_trajectories(args, pi_reads_c=False, ref_reads_c=False)
         groups = [(task, pairs) for task, pairs in trainer.make_groups(args, trajectories) if pairs]
-        return groups or fail(trainer.why_no_groups(args, trajectories))
+        return groups or fail("there is nothing to train on")
     trajectories = read_trajectories(args, "reward", pi_reads_c=True,
                                      ref_reads_c=args.ref_context == "hidden")
     groups = [*trajectory_pairs(trajectories, args.min_gap).items()]
-    return groups or fail(why_no_pairs(trajectories, args.min_gap))
+    return groups or fail("no task has a pair of trajectories")
 
 
 def main(args):

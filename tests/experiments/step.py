@@ -48,7 +48,7 @@ def prepare(trainer, flags):
         return [[(task, pair) for pair in pairs] for task, pairs in pairs_of.items()], held_out
     made, make_groups = [], trainer.make_groups  # its task ids, which prepare() does not return
     trainer.make_groups = lambda *given: made.extend(make_groups(*given)) or made
-    groups, held_out, _ = trainer.prepare(flags)
+    groups, held_out = trainer.prepare(flags)
     task_of = {id(pairs): task for task, pairs in made}
     return [[(task_of[id(pairs)], pair) for pair in pairs] for pairs in groups], held_out
 
