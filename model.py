@@ -418,6 +418,7 @@ class TreeLM(torch.nn.Module):
         self.config = lm.config.get_text_config()
         self.tokens = 0  # number of tokens computed so far
         self.head_logps = head_logps  # shard() may compile it
+        self.for_backward = []  # what action_logps leaves for backward()
         self.extra = {}  # {name: tensor}: more state to keep in checkpoints, for edits
 
     @property
@@ -430,11 +431,8 @@ class TreeLM(torch.nn.Module):
         lists = [m for m in self.lm.modules() if isinstance(m, torch.nn.ModuleList)]
         return [*max(lists, key=lambda m: sum(p.numel() for p in m.parameters()))]
 
-    def forward(self, tree, anchor=None):
-        """Returns the log-probs of the actions, (A,), in turn order.
-
-        anchor: an unused input, on which the output depends for autograd; see action_logps.
-        """
+    def forward(self, tree):
+        """Returns the log-probs of the actions, (A,), in turn order."""
         previous, targets = tree.parent[tree.scored], tree.ids[tree.scored]  # (S,), (S,)
         if not self.supports_trees:
             out = self.lm(input_ids=tree.ids[None], use_cache=False, logits_to_keep=previous)
@@ -456,41 +454,45 @@ def action_logps(model, turns, tree_tokens=math.inf, label=None):
     """Returns {turn: (L,) log-probs of its action given its prompt}, on the CPU, in fp32 or fp64.
 
     All ranks must call this with the same turns. Each computes a share of them, and gets the
-    others' values by with_other_ranks. tree_tokens: see partition. label: of a progress bar.
+    others' values. tree_tokens: see partition. label: of a progress bar.
+    The gradient of a loss ends at these log-probs; from there backward() takes it to the weights.
     """
     parts = partition(turns, tree_tokens if model.supports_trees else 0)
-    trees = len(parts) // WORLD  # the same number on each rank, as all join every collective
-    recompute = trees > 1 and torch.is_grad_enabled()
-    # Each tree takes the previous tree's output as an unused input, `anchor`. So autograd has to
-    # finish tree n before it recomputes tree n - 1, and one tree's activations are in memory.
-    anchor = torch.ones((), requires_grad=True)
+    n_trees = len(parts) // WORLD  # the same number on each rank, as all join every collective
+    mine = range(RANK * n_trees, (RANK + 1) * n_trees)  # indices of this rank's parts
     lengths = [[len(turn.action) for turn in part] for part in parts]
     by_part = [torch.zeros(sum(part)) for part in lengths]  # 0 for other ranks
-    mine = range(RANK * trees, (RANK + 1) * trees)  # indices of this rank's parts
+    trains, trees = torch.is_grad_enabled(), []  # [(this rank's tree, its log-probs)]
     for n in progress(label, mine) if label else mine:
         tree = Tree(parts[n], model.device)
         model.tokens += len(tree.ids)
-        if recompute:
-            by_part[n] = anchor = checkpoint(model, tree, anchor, use_reentrant=True)
-        else:
-            by_part[n] = model(tree)
-    flat = torch.cat([logps.cpu() for logps in by_part])  # (A,) of all parts
-    flat = with_other_ranks(flat)
+        with torch.set_grad_enabled(trains and n_trees == 1):
+            logps = model(tree)
+        by_part[n] = logps.detach().cpu()
+        if trains:
+            trees.append((tree, logps))
+    flat = torch.cat(by_part)  # (A,) of all parts
+    if WORLD > 1:
+        dist.all_reduce(flat)
+    if trains:
+        model.for_backward.append((trees, flat.requires_grad_(), [*map(len, by_part)]))
     logps = dict(zip(chain(*parts), flat.split([*chain(*lengths)])))  # drops the copies
     return {turn: logps[turn] for turn in turns}
 
 
-def with_other_ranks(mine):
-    """Returns the sum of `mine` over all ranks, each of which has zeros at the others' values.
+def backward(model, loss):
+    """Adds the gradient of a loss of action_logps to that of the weights.
 
-    A value has a gradient only on the rank that computed it. So all ranks have the same loss, and
-    the sum of their gradients, which FSDP makes, is the full one.
+    A rank's only tree has kept its activations. Each of several is computed once more, so that only
+    one tree's are in memory. Each rank adds the gradient of its own trees, and FSDP sums them.
     """
-    if WORLD == 1:
-        return mine
-    total = mine.detach().clone()
-    dist.all_reduce(total)
-    return mine + (total - mine.detach())
+    loss.backward()  # as far as the log-probs
+    while model.for_backward:
+        trees, flat, sizes = model.for_backward.pop()
+        for (tree, logps), gradient in zip(trees, flat.grad.split(sizes)[RANK * len(trees):]):
+            if len(trees) > 1:
+                logps = model(tree)
+            logps.backward(gradient.to(logps.device))
 
 
 @torch.no_grad()
@@ -546,7 +548,7 @@ def update(model, optimizer, step, loss, lr):
 
     Exits, with the weights as they were, if the loss or the norm is NaN or infinite.
     """
-    loss.backward()  # each rank holds the gradient of its own turns; FSDP sums them
+    backward(model, loss)
     norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
     norm = (norm.full_tensor() if hasattr(norm, "full_tensor") else norm).item()  # if sharded
     for name, value in ("loss", loss.item()), ("grad_norm", norm):
@@ -675,12 +677,6 @@ def shard(model, dtype, args, train):
         if WORLD > 1:  # sum gradients, not average: losses are divided by the global count already
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
-    # by default FSDP prefetches for one tree only, so the others would wait for their weights
-    model.set_modules_to_backward_prefetch(layers[-1:])
-    for previous, layer in zip(layers, layers[1:]):
-        layer.set_modules_to_backward_prefetch([previous])
-    for layer in layers:  # else all recomputed layers stay gathered, which takes memory
-        layer.register_forward_hook(lambda layer, *_: layer.reshard())
 
 
 def load_lm(path, device, dtype="fp32"):

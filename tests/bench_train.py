@@ -58,7 +58,7 @@ from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM  # noqa: E
 import toy  # noqa: E402
 import train_critic  # noqa: E402
 import train_policy  # noqa: E402
-from model import (Turn, action_logps, all_batches, head_logps, load,  # noqa: E402
+from model import (Turn, action_logps, all_batches, backward, head_logps, load,  # noqa: E402
                    score, turns_in)
 from plan import count_tokens, plan  # noqa: E402
 from timing import parser, ratio, show, time_alternately  # noqa: E402
@@ -179,7 +179,7 @@ def our_step(model, job, batch, ref):
     """Runs a step like the trainers. The loss is the same on all ranks."""
     logps = action_logps(model, turns_in(batch), TREE_TOKENS)
     loss = loss_of(job, batch, logps, ref, batch)
-    loss.backward()
+    backward(model, loss)
     return loss.item()
 
 
@@ -392,7 +392,7 @@ class Bench:
                 by_turn = action_logps(model, turns)
                 logps = [by_turn[turn] for turn in turns]
             logps = torch.cat(logps)
-            logps.mean().backward()
+            backward(model, logps.mean())
             return [logps.detach().cpu()], [p.grad for p in model.parameters()]
 
         expected, errors = results("fp32", True), {}

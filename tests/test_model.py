@@ -110,7 +110,8 @@ def gradients(model, logps):
     """Of a sum in which every token has its own weight."""
     model.zero_grad()
     weights = torch.sin(torch.arange(sum(map(len, logps)), dtype=torch.float64) + 1)
-    (torch.cat(list(logps)).double() * weights).sum().backward()
+    loss = (torch.cat(list(logps)).double() * weights).sum()
+    M.backward(model, loss) if isinstance(model, M.TreeLM) else loss.backward()
     return {n.removeprefix("lm."): p.grad for n, p in model.named_parameters()}
 
 
@@ -145,18 +146,23 @@ def test_values_and_gradients_equal_separate_forwards(family, dtype, monkeypatch
 
 
 def test_the_backward_pass_holds_one_part():
-    """Each one's gradient comes after the next one's. Else autograd would take up whatever else is
-    ready on a GPU, and hold several parts.
-    """
+    """A part's gradient is made before the next part is computed. A single part is computed once."""
     model, _ = two_models("llama_tied")
+    order = []
 
-    def below(node):
-        return {node}.union(*(below(other) for other, _ in node.next_functions if other))
+    def note(embedding, args, out):
+        order.append("forward")
+        if out.requires_grad:
+            out.register_hook(lambda gradient: order.append("backward"))
 
-    everything = below(torch.cat(by_tree(model, some_turns(), 30)).grad_fn)
-    parts = [node for node in everything if node.name() == "CheckpointFunctionBackward"]
-    above = sorted(sum(node in below(other) for other in parts) for node in parts)
-    assert above == list(range(1, len(parts) + 1)) and len(parts) > 2
+    model.lm.get_input_embeddings().register_forward_hook(note)
+    for tree_tokens in 30, math.inf:
+        order.clear()
+        logps = torch.cat(by_tree(model, some_turns(), tree_tokens))
+        n = len(M.partition(some_turns(), tree_tokens))
+        assert order == n * ["forward"] and (n > 2) == (tree_tokens == 30)
+        M.backward(model, logps.sum())
+        assert order[n:] == (n * ["forward", "backward"] if n > 1 else ["backward"])
 
 
 def test_parts_hold_each_turn_once_are_bounded_and_as_even_as_the_best_cut():
@@ -443,7 +449,7 @@ def test_no_layer_stays_gathered_after_its_forward(tiny_dir, recompute):
             layer.mlp.register_forward_hook(lambda mlp, *_: gathered.append(
                 sum(not hasattr(x.mlp.up_proj.weight, "full_tensor") for x in model.layers())))
         logps = torch.cat(by_tree(model, turns, 6))
-        logps.sum().backward()
+        M.backward(model, logps.sum())
     finally:
         torch.distributed.destroy_process_group()
     assert len(gathered) >= 2 * 2 * 3 and set(gathered) == {1}
