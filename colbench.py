@@ -374,13 +374,12 @@ RECORD = {                 # an episode: its key is (task id, sample)
     "tests": {...: str},   # {name: verdict}
     "failure": str,        # why a page could not be rendered
     "reward_by": str,      # the rules or the model of the grader
+    "failed": str,         # why there is no episode: the record has only its task, sample and meta
     "pair": str,           # preferences: only records with the same text are compared
     "meta": {              # how it was sampled
         "model_weights": str,
         "seed": int,
-        "candidates": {},        # how they were sampled, if later
-        "asked": {...: [int]},   # {task id: samples} that a run was asked for, in its first record
-        "asked_hash": str}}      # of that list, in all of the run's records
+        "candidates": {}}}       # how they were sampled, if later
 GRADE_FIELDS = "reward", "tests", "failure", "reward_by"  # fields written by the grader
 
 
@@ -422,19 +421,21 @@ def settings(meta):
 
     A model is known by its weights.
     """
-    omitted = {"model_weights", "engine", "dtype", "version", "candidates", "asked", "asked_hash"}
+    omitted = {"model_weights", "engine", "dtype", "version", "candidates"}
     model = {"model": meta["model_weights"]} if meta.get("model_weights") else {}
     return {name: x for name, x in {**meta, **model}.items() if name not in omitted}
 
 
-def read_records(stream, *fields, source="stdin", to_grade=False, to_train=False, seen=None):
+def read_records(stream, *fields, source="stdin", to_grade=False, to_train=False, seen=None,
+                 with_failed=False):
     """Yields the records of a stream's lines; an invalid line is an error that names it.
 
     fields: what a record must have, besides its task's description and reference and, with
     to_grade, what its grader needs. to_train rejects dialogues without a message of the
-    agent. seen: a Seen, which several streams may share.
+    agent. seen: a Seen, which several streams may share. with_failed: yield failed episodes, too;
+    else one line says how many there are that no later record repeats.
     """
-    seen = seen or Seen(tasks={})
+    seen, failed = seen or Seen(tasks={}), set()
     for place, record in read_jsonl(stream, source):
         try:
             if "task" not in record and "problem_description" in record:
@@ -444,7 +445,14 @@ def read_records(stream, *fields, source="stdin", to_grade=False, to_train=False
             seen.add_episode(record, place)
         except ValueError as e:
             fail(f"{place}: {e}")
-        yield record
+        key = task_id(record["task"]), record.get("sample"), record.get("meta", {}).get("seed")
+        if "failed" in record and not with_failed:
+            failed.add(key)
+        else:
+            failed.discard(key)
+            yield record
+    if failed:
+        say(f"{len(failed)} failed episodes in {source} are left out")
 
 
 def check_record(record, fields, to_grade, to_train):
@@ -453,6 +461,8 @@ def check_record(record, fields, to_grade, to_train):
     Rounds a reward within 1e-9 of 1 or 0, so that the sum of ten times 0.1 counts as solved.
     """
     check_shape(record, RECORD)
+    if "failed" in record:  # it has no more than its task
+        fields, to_grade, to_train = (), False, False
     history = record.get("dialogue_history", [])
     check_dialogue(history, "dialogue_history")
     if "reward" in record:
@@ -659,6 +669,8 @@ def start_grading(records, args, check):
 
 def grade_fields(grader, record, check):
     """Returns the fields that an environment gives a record; ValueError if none can hold them."""
+    if "failed" in record:
+        return {}
     task, answer = private_copy([record["task"], record.get("answer")])
     fields = grader.check(task) if check else grader.grade(task, answer)
     check_shape(fields, RECORD)  # else the next stage would refuse the whole file
@@ -1173,12 +1185,13 @@ def get_args(argv=None):
 
 
 def grade(args, emit):
-    """Adds the reward to records with a task and an answer."""
+    """Adds the reward to records with a task and an answer; failed episodes stay as they are."""
     n_graded, broken = 0, set()
+    records = read_records(sys.stdin, "answer", to_grade=True, with_failed=True)
     try:
-        for record in grade_records(read_records(sys.stdin, "answer", to_grade=True), args):
+        for record in grade_records(records, args):
             emit(record)
-            n_graded += 1
+            n_graded += "failed" not in record
             if reference_failed(record):
                 broken.add(task_id(record["task"]))
     finally:  # also if other records could not be graded

@@ -825,8 +825,9 @@ def finished_episodes(path, tasks):
     complete_last_line(f)
     if not os.path.getsize(path):  # read_records would refuse an empty file
         return f, done, different
-    for r in read_records(f, "sample", source=path, seen=Seen(tasks)):
-        done[task_id(r["task"]), r["sample"]] = message_texts(r.get("dialogue_history", ()))
+    for r in read_records(f, "sample", source=path, seen=Seen(tasks), with_failed=True):
+        if "failed" not in r:
+            done[task_id(r["task"]), r["sample"]] = message_texts(r.get("dialogue_history", ()))
         meta = r.get("meta", {})
         meta = settings(meta.get("candidates", meta))  # if add_candidates wrote it
         if meta not in different:
@@ -884,19 +885,6 @@ def check_candidates_flags(args, record):
         fail(f"task {name} was sampled with --thinking {thinking}; pass that here, too")
 
 
-def asked_fields(jobs):
-    """Returns the fields of `meta` from which evaluate.py knows which episodes are missing.
-
-    `asked` lists the samples of each task that this run was asked for, also those that a --resume
-    file has. `asked_hash` is the hash of that list.
-    """
-    asked = {}  # {task id: [samples]}
-    for record, sample in jobs:
-        if "dialogue_history" not in record:
-            asked.setdefault(record["task"]["id"], []).append(sample)
-    return {"asked": asked, "asked_hash": digest(sorted(asked.items()))}
-
-
 # --- all episodes ---------------------------------------------------------------------------------
 
 MOST_FAILURES = 16  # in a row; they end the run
@@ -905,14 +893,13 @@ MOST_FAILURES = 16  # in a row; they end the run
 class Collector:
     """Runs jobs, (record, sample), at most --concurrency at once, and writes episodes as they end.
 
-    A failed episode is not written, so that --resume runs it again. MOST_FAILURES in a row, not
-    counting EpisodeErrors, end the run: no new episode starts, and the running ones finish first.
+    Of a failed episode it writes why; --resume runs it again. MOST_FAILURES in a row, not counting
+    EpisodeErrors, end the run: no new episode starts, and the running ones finish first.
     """
 
-    def __init__(self, runner, jobs, asked, emit):
-        """asked: see asked_fields. emit: writes a record."""
-        self.runner, self.emit, self.asked = runner, emit, asked
-        self.jobs = deque(jobs)
+    def __init__(self, runner, jobs, emit):
+        """emit: writes a record."""
+        self.runner, self.emit, self.jobs = runner, emit, deque(jobs)
         self.n_written = self.n_failed = self.n_failed_in_a_row = 0
         self.error = None  # the one that ends the run
 
@@ -929,35 +916,31 @@ class Collector:
         while self.jobs and not self.error:
             record, sample = self.jobs.popleft()
             try:
-                fields = await self.new_fields(record, sample)
+                if "dialogue_history" in record:
+                    fields = await self.runner.add_candidates(record, sample)
+                else:
+                    fields = await self.runner.run_episode(record["task"], sample)
             except SystemExit as e:  # of fail()
                 self.error = self.error or e
             except Exception as e:
-                self.count_failure(e, f"task {record['task']['id']}, sample {sample} failed")
+                self.write_failure(record, sample, e)
             else:
                 meta = {**record.get("meta", {}), **fields["meta"]}
                 self.emit({**record, **fields, "meta": meta})
                 self.n_written, self.n_failed_in_a_row = self.n_written + 1, 0
                 self.bar.update()
 
-    async def new_fields(self, record, sample):
-        """Returns the fields that a job adds to its record."""
-        if "dialogue_history" in record:
-            return await self.runner.add_candidates(record, sample)
-        fields = await self.runner.run_episode(record["task"], sample)
-        fields["meta"] = {**fields["meta"], **self.asked}
-        self.asked.pop("asked", None)  # only the first record has the list, as it may be long
-        return fields
-
-    def count_failure(self, e, what):
-        """Counts a failed job, and prints why, or ends the run."""
-        self.n_failed += 1
-        if isinstance(e, EpisodeError):
-            message = f"{what}: {e}"
-        else:
+    def write_failure(self, record, sample, e):
+        """Writes that an episode failed, unless it is given; prints why, or ends the run."""
+        self.n_failed, why = self.n_failed + 1, str(e)
+        if not isinstance(e, EpisodeError):
             show_traceback(e)
-            message = f"{what}: {type(e).__name__}: {e}"
             self.n_failed_in_a_row += 1
+            why = f"{type(e).__name__}: {e}"
+        task = record["task"]
+        if "dialogue_history" not in record:
+            self.emit({"task": task, "sample": sample, "failed": why, "meta": self.runner.meta})
+        message = f"task {task['id']}, sample {sample} failed: {why}"
         if self.n_failed_in_a_row >= MOST_FAILURES:
             self.error = self.error or SystemExit(
                 f"error: {inline(message)}; it is the {MOST_FAILURES}th failure in a row; rerun "
@@ -987,9 +970,9 @@ def main(args):
     if args.resume:
         locked, done, runner.resumed = finished_episodes(args.resume, tasks)  # locked until the end
         runner.check_resumed()
-    asked_jobs = [*read_jobs(args, done, tasks)]  # an invalid line fails here, before models load
-    jobs = [(record, n) for record, n in asked_jobs if (record["task"]["id"], n) not in done]
-    collector = Collector(runner, jobs, asked_fields(asked_jobs), emit)
+    jobs = [(record, sample) for record, sample in read_jobs(args, done, tasks)
+            if (record["task"]["id"], sample) not in done]
+    collector = Collector(runner, jobs, emit)
     if jobs:
         say(f"running {len(jobs)} episodes of {args.agent or args.model}, at most "
             f"{args.concurrency} at once")
@@ -999,8 +982,7 @@ def main(args):
     if collector.error:
         raise collector.error
     if collector.n_failed:
-        fail(f"{collector.n_failed} episodes failed and were not written; --resume FILE reruns "
-             "them")
+        fail(f"{collector.n_failed} episodes failed; --resume FILE reruns them")
 
 
 if __name__ == "__main__":

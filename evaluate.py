@@ -18,21 +18,21 @@ episodes counts no more. 95 % intervals are by bootstrap over tasks, but exact (
 a share that is 0 in all tasks or 1 in all. The differences from the first system are paired: they
 use only the tasks that both systems have.
 
-An episode that failed has no record. A run's first record lists what the run was asked for. If that
-is there, the table says how many episodes are missing.
+Failed episodes are in no figure. A note counts them, and says what success would be if none, and if
+all, of them were solved.
 
 Left out on purpose: intervals over episodes, which are too narrow because episodes of a task are
 alike; and p-values, because a difference's interval shows its size as well as its significance.
 """
 # The sections: metrics of episodes and tasks; means and intervals; the table; the notes below it;
-# reading the files, and which episodes are missing.
+# reading the files.
 from utils import fail, fail_on_error, open_stdout, parser, run, say, version
 
 import json
 import math
 import os
 import sys
-from collections import defaultdict
+from collections import Counter, defaultdict
 from itertools import chain
 from statistics import fmean
 from typing import NamedTuple
@@ -238,8 +238,15 @@ def notes(results):
     lines = ["; ".join(parts)]
     if differ := different_conditions(results):
         lines.append(f"NOT THE SAME CONDITIONS: {', '.join(differ)}")
-    return lines + [f"{r['system']} lacks {r['missing']} of its {r['episodes'] + r['missing']} "
-                    "episodes" for r in results if r["missing"]]
+    return lines + [failure_note(r) for r in results if r["failed"]]
+
+
+def failure_note(r):
+    note = f"{r['system']} lacks {r['failed']} of its {r['episodes'] + r['failed']} episodes"
+    if r["success_bounds"]:
+        low, high = r["success_bounds"]
+        note += f": with them, success would be between {100 * low:.1f} and {100 * high:.1f} %"
+    return note
 
 
 def task_notes(results):
@@ -268,7 +275,7 @@ def different_conditions(results):
     return texts
 
 
-# --- reading the files, and which episodes are missing --------------------------------------------
+# --- reading the files ----------------------------------------------------------------------------
 
 def named_systems(args):
     """Returns the systems of the command line, FILE, whose stem is the name, or NAME=FILE,FILE."""
@@ -285,20 +292,18 @@ class Episode(NamedTuple):
     """What is kept of a record."""
     key: tuple         # (file, seed, task id, sample)
     settings: dict     # the others of its `meta`, and its task's kind
-    asked_hash: str    # see collect.asked_fields
-    metrics: dict      # {metric: value}
+    metrics: dict      # {metric: value}; None if the episode failed
     reward_name: str   # such as "tests passed"
     reward_by: str     # the grader
 
 
 def read_system(name, files, tasks):
     """Returns the System of these files. tasks: of all systems, see colbench.Seen."""
-    episodes, asked_of = [], {}  # asked_of: {asked_hash: {task id: samples}}
-    for file, record in read_files(files, tasks):
-        meta = record.get("meta", {})
-        episodes.append(read_episode(file, record, meta))
-        if "asked" in meta and "asked_hash" in meta:
-            asked_of[meta["asked_hash"]] = meta["asked"]
+    found = [read_episode(file, record) for file, record in read_files(files, tasks)]
+    episodes = [e for e in found if e.metrics]
+    failed = {e.key for e in found} - {e.key for e in episodes}  # that no later run has repeated
+    if not episodes:
+        fail(f"all episodes of {name} failed")
     refuse_two_systems(episodes)
     metrics = defaultdict(list)  # {task id: [{metric: value} of each episode]}
     for episode in episodes:
@@ -306,36 +311,38 @@ def read_system(name, files, tasks):
         metrics[task].append(episode.metrics)
     most_k = min(sum("success" in e for e in of_task) for of_task in metrics.values())
     means = {task: task_means(metrics[task], most_k) for task in sorted(metrics)}
-    found = {name: distinct(e.settings[name] for e in episodes if name in e.settings)
-             for name in CONDITIONS}
+    conditions = {name: distinct(e.settings[name] for e in episodes if name in e.settings)
+                  for name in CONDITIONS}
     facts = {"rewards": distinct(e.reward_name for e in episodes),
              "reward_by": distinct(e.reward_by for e in episodes if e.reward_by),
-             "conditions": {name: values for name, values in found.items() if values},
-             "episodes": len(episodes), "missing": n_missing(episodes, asked_of)}
+             "conditions": {name: values for name, values in conditions.items() if values},
+             "episodes": len(episodes), "failed": len(failed),
+             "success_bounds": success_bounds(metrics, failed)}
     return System(name, files, means, facts)
 
 
-def n_missing(episodes, asked_of):
-    """Returns how many of the episodes that collect.py was asked for are not there.
+def success_bounds(metrics, failed):
+    """Returns what success would be if none, and if all, of the failed episodes were solved.
 
-    None if it is not known: if a record is of another program or an older version, or if a run's
-    first record, which has the list, is not there.
+    Like success, these are means over tasks. None if some episodes have no success.
     """
-    asked = set()
-    for file, seed, asked_hash in {(*e.key[:2], e.asked_hash) for e in episodes}:
-        if asked_hash not in asked_of:
-            return None
-        for task, samples in asked_of[asked_hash].items():
-            asked |= {(file, seed, task, sample) for sample in samples}
-    return len(asked - {e.key for e in episodes})
+    if not all("success" in episode for episode in chain(*metrics.values())):
+        return None
+    n_failed = Counter(task for _, _, task, _ in failed)
+
+    def success_if(value):
+        return fmean(fmean([e["success"] for e in metrics[task]] + n_failed[task] * [value])
+                     for task in {*metrics, *n_failed})
+
+    return [rounded(success_if(0)), rounded(success_if(1))]
 
 
-def read_episode(file, record, meta):
+def read_episode(file, record):
     task = record["task"]
-    made_with = settings(meta) | {"environment": task_kind(task)}
+    made_with = settings(record.get("meta", {})) | {"environment": task_kind(task)}
     key = file, made_with.pop("seed", 0), task_id(task), record.get("sample")
-    return Episode(key, made_with, meta.get("asked_hash"), episode_metrics(record),
-                   environment(task).reward_name, record.get("reward_by"))
+    metrics = None if "failed" in record else episode_metrics(record)
+    return Episode(key, made_with, metrics, environment(task).reward_name, record.get("reward_by"))
 
 
 def refuse_two_systems(episodes):
@@ -361,7 +368,8 @@ def read_files(files, tasks):
         source = "stdin" if path == "-" else path
         with fail_on_error(source):
             stream = sys.stdin if path == "-" else open(path, encoding="utf-8")
-        for record in read_records(stream, "dialogue_history", "reward", source=source, seen=seen):
+        for record in read_records(stream, "dialogue_history", "reward", source=source, seen=seen,
+                                   with_failed=True):
             yield source, record
 
 

@@ -379,7 +379,7 @@ def collected(tasks, tiny_dir):
 def playing(tiny_dir, monkeypatch, capsys):
     """Runs collect.py here, of tiny_dir unless flags have an --agent.
 
-    playing(given, *flags) -> (records, stderr, its end)
+    playing(given, *flags) -> (episodes, stderr, its end); playing.failed are those that failed
     """
     import collect  # slow to load
     def run(given, *flags):
@@ -391,8 +391,10 @@ def playing(tiny_dir, monkeypatch, capsys):
             with stdin_of(given):
                 collect.main(args)
         except SystemExit as e:
-            end = e
-        return list(map(json.loads, written)), capsys.readouterr().err, end
+            end = e.with_traceback(None)  # which would hold the lock of a --resume file
+        got = list(map(json.loads, written))
+        run.failed = [r for r in got if "failed" in r]
+        return [r for r in got if "failed" not in r], capsys.readouterr().err, end
     return run
 
 

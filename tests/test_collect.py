@@ -5,10 +5,10 @@ import json
 import random
 import re
 import shutil
+import statistics
 import sys
 from collections import Counter
 from itertools import chain
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -332,104 +332,78 @@ class Sampled(collect.EpisodeRunner):
         return {"sample": sample, "dialogue_history": dialogue("p", text), "meta": self.meta}
 
 
-def graded_runs(r, playing, path):
-    """Runs collect.py up to three times on a file; returns [(record, what its run was asked for)].
-
-    Each run has some of the tasks, any -k and --seed, may resume the file, and may be killed.
-    """
-    lines_of = []
-    for _ in range(r.randint(1, 3)):
-        names = r.sample("abcdef", r.randint(1, 6))
-        k, seed = r.randint(1, 3), r.choice([0, 0, 0, 1])
-        tasks = [{"id": name, "problem_description": name, "ground_truth": name} for name in names]
-        resume = ["--resume", path] if path.exists() and r.random() < 0.7 else []
-        written, _, _ = playing(tasks, "-k", k, "--seed", seed, *resume)
-        assert all(("asked" in record["meta"]) == (i == 0) for i, record in enumerate(written))
-        for record in written:
-            record["reward"] = r.choice([0.0, 0.5, 1.0])
-        if r.random() < 0.3:
-            written = written[:r.randint(0, len(written))]  # a kill
-        with open(path, "a") as f:
-            f.write(lines(written))
-        asked = {(seed, name, sample) for name in names for sample in range(k)}
-        lines_of += [(record, asked) for record in written]
-    return lines_of
-
-
-def changed(r, change, runs):
-    """What a user may do to the lines of a file before evaluating it."""
-    runs = copy.deepcopy(runs)
-    at = r.randrange(len(runs))
-    if change == "shuffled":
-        r.shuffle(runs)
-    elif change == "head":
-        return runs[:at + 1]
-    elif change == "tail":
-        return runs[at:]
-    elif change == "without one":
-        return runs[:at] + runs[at + 1:] or runs
-    elif change == "of an older version":
-        runs[at][0]["meta"] = {"seed": runs[at][0]["meta"]["seed"]}
-    elif change == "renumbered":
-        runs[at][0]["sample"] += 50
-    return runs
-
-
-CHANGES = ("none", "shuffled", "head", "tail", "without one", "of an older version", "renumbered",
-           "joined")
-
-
-@pytest.mark.parametrize("change", CHANGES)
-def test_missing_episodes_are_counted_right_or_not_at_all(change, playing, monkeypatch, tmp_path):
-    """Against what each run was asked for, of one file or two, after kills and resumes.
-
-    A count is given if and only if each run's first record is there.
-    """
+def test_failed_episodes_are_counted_and_bound_success(playing, monkeypatch, tmp_path, capsys):
+    """By their key, of a file that runs with other -k and --seed have resumed, after kills."""
     monkeypatch.setattr(collect, "EpisodeRunner", Sampled)
-    r, n_known = random.Random(CHANGES.index(change)), 0
-    for number in range(25):
-        paths = [tmp_path / f"{number}{name}" for name in "xy"[:r.randint(1, 2)]]
-        runs_of = {str(path): graded_runs(r, playing, path) for path in paths}
-        if not all(runs_of.values()):
-            continue  # evaluate.py refuses an empty file
-        runs_of = {path: changed(r, change, runs) for path, runs in runs_of.items()}
-        if change == "joined":
-            runs_of = {str(paths[0]): sum(runs_of.values(), [])}
-        for path, runs in runs_of.items():
-            Path(path).write_text(lines(record for record, _ in runs))
-        system, = evaluate.named_systems(["s=" + ",".join(runs_of)])
+    r = random.Random(0)
+    for number in range(12):
+        path, lines_of = tmp_path / f"{number}.jsonl", []
+        used = []  # seeds
+        for _ in range(r.randint(1, 3)):
+            names = r.sample("abcdef", r.randint(3, 6))
+            tasks = [{"id": n, "problem_description": n, "ground_truth": n} for n in names]
+            resume = ["--resume", path] if {*used} == {0} and r.random() < 0.7 else []
+            seed = 0 if resume else len(used)
+            used.append(seed)
+            done = {key_of(x) for x in lines_of if "failed" not in x}
+            written, _, end = playing(tasks, "-k", r.randint(1, 3), "--seed", seed, *resume)
+            assert bool(end) == bool(playing.failed)
+            for x in playing.failed:
+                assert [*x] == ["task", "sample", "failed", "meta"] and x["failed"] == "no reply"
+            for x in written:
+                x["reward"] = r.choice([0.0, 1.0])
+            written += playing.failed
+            if resume:
+                assert not done & {key_of(x) for x in written}
+            if r.random() < 0.3:
+                written = r.sample(written, r.randint(1, len(written)))  # a kill
+            lines_of += written
+            with open(path, "a") as f:
+                f.write(lines(written))
+        key = lambda x: (*key_of(x), x["meta"]["seed"])
+        of_task = {}  # {task: [reward, or None of a failed episode]}
+        for k in dict.fromkeys(map(key, lines_of)):
+            rewards = [x["reward"] for x in lines_of if key(x) == k and "failed" not in x]
+            of_task.setdefault(k[0], []).append(rewards[0] if rewards else None)
+        results = []
+        monkeypatch.setattr(evaluate, "open_stdout", lambda: results.append)
+        evaluate.main(evaluate.get_args([str(path)]))
+        (result,), table = results, capsys.readouterr().err
+        flat = sum(of_task.values(), [])
+        assert (result["episodes"], result["failed"]) == (len(flat) - flat.count(None),
+                                                          flat.count(None))
+        mean = lambda fill: statistics.fmean(statistics.fmean(
+            fill if x is None else x for x in of) for of in of_task.values())
+        assert result["success_bounds"] == pytest.approx([mean(0), mean(1)], abs=1e-4)
+        known = [[x for x in of if x is not None] for of in of_task.values()]
+        assert result["success"] == pytest.approx(
+            statistics.fmean(map(statistics.fmean, filter(None, known))), abs=1e-4)
+        low, high = (100 * mean(fill) for fill in (0, 1))
+        note = (f"{number} lacks {flat.count(None)} of its {len(flat)} episodes: with them, "
+                f"success would be between {low:.1f} and {high:.1f} %")
+        assert (note in table) == (None in flat)
 
-        asked, found, listed, named = set(), [], set(), set()
-        for path, runs in runs_of.items():
-            for record, asked_of_run in runs:
-                name, sample = key_of(record)
-                found.append((path, record["meta"]["seed"], name, sample))
-                asked |= {(path, *key) for key in asked_of_run}
-                named.add(record["meta"].get("asked_hash"))
-                if "asked" in record["meta"]:
-                    listed.add(record["meta"]["asked_hash"])
-        is_known = named <= listed
-        n_known += is_known
-        assert system.facts["missing"] == (len(asked - {*found}) if is_known else None)
-    assert n_known > 12 or change not in ("none", "shuffled", "head", "joined")
 
-
-def test_the_table_names_the_episodes_that_failed(playing, monkeypatch, tmp_path, capsys):
-    """A run with -k 2 is killed, and goes on with -k 3: the count is that of the whole file."""
-    monkeypatch.setattr(collect, "EpisodeRunner", Sampled)
-    file = tmp_path / "policy.jsonl"
-    tasks = [{"id": n, "problem_description": str(n), "ground_truth": "g"} for n in range(20)]
-    for k, kept in ((2, 10), (3, None)):
-        resume = ["--resume", file] if file.exists() else []
-        written, _, end = playing(tasks, "-k", k, *resume)
-        assert "episodes failed and were not written" in str(end)
-        with open(file, "a") as f:
-            f.write(lines({**record, "reward": 1.0} for record in written[:kept]))
-    n = len(records(file.read_text()))
-    evaluate.main(evaluate.get_args([str(file)]))
-    out, table = capsys.readouterr()
-    note = table.splitlines()[-1]
-    assert 10 < n < 60 and note == f"policy lacks {60 - n} of its 60 episodes"
+def test_who_reads_failed_episodes(grading, episodes, tmp_path, capsys, monkeypatch):
+    """The grader hands them on, trainers and other readers leave them out and say how many."""
+    failed = [{"task": r["task"], "sample": 9, "failed": "no reply", "meta": r["meta"]}
+              for r in episodes[:2]]
+    graded, told, end = grading([failed[0], *episodes, failed[1]])
+    assert not end and graded[0] == failed[0] and graded[-1] == failed[1]
+    assert f"graded {len(episodes)} answers" in told
+    given = lines(graded).encode().splitlines()
+    capsys.readouterr()
+    read = list(colbench.read_records(given, "dialogue_history", "reward", to_train=True))
+    assert read == graded[1:-1]
+    assert capsys.readouterr().err == "2 failed episodes in stdin are left out\n"
+    repeated = lines({**episodes[0], "sample": 9, "task": r["task"]} for r in failed[:1])
+    assert len(list(colbench.read_records(given + repeated.encode().splitlines()))) == len(read) + 1
+    assert capsys.readouterr().err == "1 failed episodes in stdin are left out\n"
+    with pytest.raises(SystemExit, match="all episodes of x failed"):
+        (tmp_path / "x.jsonl").write_text(lines(failed))
+        evaluate.named_systems([str(tmp_path / "x.jsonl")])
+    with pytest.raises(SystemExit, match="line 1: .*failed is not text"):
+        list(colbench.read_records([lines([{**failed[0], "failed": 1}]).encode()]))
 
 
 # --- records that have a dialogue -----------------------------------------------------------------
@@ -664,7 +638,7 @@ def test_a_human_is_a_file_with_a_function(tasks, tmp_path, playing):
                                    "the human's reply is not a string: 5",
                                    "KeyError: 'no such task'")):
         assert f"task {name}, sample 0 failed: {why}" in said
-    assert str(end).startswith("error: 19 episodes failed and were not written")
+    assert str(end).startswith("error: 19 episodes failed; --resume FILE reruns them")
 
 
 DIES = """
@@ -707,4 +681,4 @@ def test_a_critic_of_the_users_that_fails_now_and_then_costs_those_episodes(task
     flags = ["--critic", tmp_path / "critic.py", "--best_of", 2, "--max_tokens", 5]
     played, _, end = playing(tasks, *flags, "--max_turns", 1, "-k", 8, "--concurrency", 1)
     assert len(played) == 4
-    assert str(end).startswith("error: 28 episodes failed and were not written")
+    assert str(end).startswith("error: 28 episodes failed; --resume FILE reruns them")

@@ -106,7 +106,7 @@ def test_a_message_that_no_record_can_hold_fails_its_episode(returned, why, task
     played, said, end = playing(tasks, "--agent", agent, "--max_turns", 2)
     assert len(played) == len(tasks) - 1
     assert f"task {bad}, sample 0 failed: " in said and why in said
-    assert str(end).startswith("error: 1 episodes failed and were not written")
+    assert str(end).startswith("error: 1 episodes failed; --resume FILE reruns them")
 
 
 def test_an_agent_that_fails_always_ends_the_run(tasks, playing, tmp_path):

@@ -209,7 +209,7 @@ def test_a_share_of_0_or_1_in_all_tasks_has_an_exact_interval(run):
 
 MADE = {"model": "a", "model_weights": "1a", "tokenizer_and_config": "b", "seed": 0,
         "version": "x", "engine": None, "n_candidates": 0, "candidates_share": 1.0,
-        "asked_hash": "c", "time": 1,  # these are no conditions; those below are
+        "time": 1,  # these are no conditions; those below are
         "human": "toy.py 1f", "human_model": None, "human_params": {}, "prompts": "2e",
         "max_turns": 6, "temperature": 1.0, "best_of": 1, "critic": None, "thinking": 0}
 
@@ -221,7 +221,7 @@ def test_conditions_that_differ_between_systems_are_noted(run):
     for name in MADE:
         for value in ("another", 7, {"a": [1]}, None):
             other = {**MADE, name: 7 if name == "seed" else value}
-            if name in ("asked_hash", "model_weights") and not isinstance(value, str):
+            if name == "model_weights" and not isinstance(value, str):
                 continue  # not valid
             (a, b), table = run("a.jsonl", "b.jsonl", a=of(MADE), b=of(other))
             if name in conditions and value != MADE[name]:
