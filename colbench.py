@@ -416,14 +416,18 @@ def content_hash(task):
     return digest(json.dumps(task_content(task), sort_keys=True))
 
 
+# of collect.py's flags and of `meta`: what changes no episode but by rounding, paths, and numbers
+NO_SETTINGS = """k candidates resume concurrency engine dtype max_batch_tokens timeout retries
+model_weights version""".split()
+
+
 def settings(meta):
-    """Returns the entries of a record's `meta` that influence an episode: seed, model, flags.
+    """Returns those of collect.py's flags, or of a record's `meta`, that influence an episode.
 
     A model is known by its weights.
     """
-    omitted = {"model_weights", "engine", "dtype", "version", "candidates"}
     model = {"model": meta["model_weights"]} if meta.get("model_weights") else {}
-    return {name: x for name, x in {**meta, **model}.items() if name not in omitted}
+    return {name: x for name, x in {**meta, **model}.items() if name not in NO_SETTINGS}
 
 
 def read_records(stream, *fields, source="stdin", to_grade=False, to_train=False, seen=None,

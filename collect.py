@@ -786,15 +786,14 @@ def checked_message(returned):
 
 # --- --resume and the settings that it compares ---------------------------------------------------
 
-# Flags that are no settings of the episodes, and those of a model that plays in this process.
-NO_SETTINGS = "candidates k concurrency resume max_batch_tokens timeout retries".split()
-OF_OWN_MODEL = "model thinking engine dtype best_of critic logprob_weight candidates_share".split()
+# settings of a sampled agent, which --agent does not have
+OF_OWN_MODEL = "model thinking best_of critic logprob_weight candidates_share".split()
 
 
 def run_meta(args):
     """Returns what determines episodes: flags, files by their hashes, and the kinds' prompts."""
-    left_out = NO_SETTINGS + (OF_OWN_MODEL if args.agent else [])
-    meta = {name: value for name, value in vars(args).items() if name not in left_out}
+    left_out = OF_OWN_MODEL if args.agent else []
+    meta = {name: x for name, x in settings(vars(args)).items() if name not in left_out}
     meta |= {name: fingerprint(meta[name]) for name in ("agent", "human", "critic") if name in meta}
     if not args.agent:
         meta["n_candidates"] = args.candidates  # `candidates` has the settings of later ones

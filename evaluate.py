@@ -43,10 +43,8 @@ from colbench import (Seen, agent_messages, environment, read_records, settings,
                       task_kind)
 
 COUNTS = "turns", "tokens"  # the metrics that are counts, not shares
-# what systems should share: the tasks' kind, and the settings in `meta` but the agent's and seeds
-CONDITIONS = ("environment", "human", "human_model", "human_params", "prompts", "max_turns",
-              "max_tokens", "temperature", "top_p", "thinking", "best_of", "critic",
-              "logprob_weight")
+# settings in which systems may differ; all others are conditions, which they should share
+OF_AGENT = "model", "agent", "agent_model", "agent_params", "n_candidates", "candidates_share"
 
 
 def get_args(argv=None):
@@ -267,7 +265,7 @@ def different_conditions(results):
     A system whose records do not have a setting is not known to differ.
     """
     texts = []
-    for name in CONDITIONS:
+    for name in dict.fromkeys(chain(*(r["conditions"] for r in results))):
         values = [r["conditions"][name] for r in results if name in r["conditions"]]
         if any(of_system != values[0] for of_system in values):
             different = dict.fromkeys(str(value) for value in chain(*values))
@@ -312,11 +310,11 @@ def read_system(name, files, tasks):
     most_k = min(sum("success" in e for e in of_task) for of_task in metrics.values())
     means = {task: task_means(metrics[task], most_k) for task in sorted(metrics)}
     conditions = {name: distinct(e.settings[name] for e in episodes if name in e.settings)
-                  for name in CONDITIONS}
+                  for name in dict.fromkeys(chain(*(e.settings for e in episodes)))
+                  if name not in OF_AGENT}
     facts = {"rewards": distinct(e.reward_name for e in episodes),
              "reward_by": distinct(e.reward_by for e in episodes if e.reward_by),
-             "conditions": {name: values for name, values in conditions.items() if values},
-             "episodes": len(episodes), "failed": len(failed),
+             "conditions": conditions, "episodes": len(episodes), "failed": len(failed),
              "success_bounds": success_bounds(metrics, failed)}
     return System(name, files, means, facts)
 
@@ -339,7 +337,7 @@ def success_bounds(metrics, failed):
 
 def read_episode(file, record):
     task = record["task"]
-    made_with = settings(record.get("meta", {})) | {"environment": task_kind(task)}
+    made_with = {"environment": task_kind(task), **settings(record.get("meta", {}))}
     key = file, made_with.pop("seed", 0), task_id(task), record.get("sample")
     metrics = None if "failed" in record else episode_metrics(record)
     return Episode(key, made_with, metrics, environment(task).reward_name, record.get("reward_by"))

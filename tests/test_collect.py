@@ -278,13 +278,13 @@ def test_whatever_changes_an_episode_must_be_as_in_the_file(resume, episodes, tm
     refused("prompts ")
 
 
-def test_each_setting_is_the_agents_or_a_condition_that_systems_should_share(resume, tmp_path):
-    """So whoever adds a flag decides whether evaluate.py notes that systems differ in it."""
+def test_each_flag_but_those_of_speed_and_paths_is_a_setting(resume, tmp_path):
+    """So a flag that an edit adds is compared by --resume and by evaluate.py."""
     (tmp_path / "all.jsonl").touch()
     meta = resume(tmp_path / "all.jsonl")[0].meta
-    of_agent = {"model", "agent", "agent_params", "seed", "n_candidates", "candidates_share"}
-    of_servers_and_tasks = {"human_model", "environment"}
-    assert colbench.settings(meta).keys() - of_agent == {*evaluate.CONDITIONS} - of_servers_and_tasks
+    flags = vars(collect.get_args(["--human", "fixed:x"])).keys() - {*colbench.NO_SETTINGS}
+    assert colbench.settings(meta).keys() == flags | {"n_candidates", "prompts"}
+    assert not {*evaluate.OF_AGENT} - flags - {"n_candidates", "agent_model"}
 
 
 def test_a_task_that_was_edited_under_its_id_is_an_error(resume, episodes, tmp_path):

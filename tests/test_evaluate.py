@@ -207,16 +207,17 @@ def test_a_share_of_0_or_1_in_all_tasks_has_an_exact_interval(run):
     assert r["minus_first"]["wins_95"] == [round(0.025 ** (1 / 3), 4), 1]
 
 
-MADE = {"model": "a", "model_weights": "1a", "tokenizer_and_config": "b", "seed": 0,
+MADE = {"model": "a", "model_weights": "1a", "agent_params": "b", "seed": 0,
         "version": "x", "engine": None, "n_candidates": 0, "candidates_share": 1.0,
-        "time": 1,  # these are no conditions; those below are
+        # these are no conditions; those below are, also one that an edit adds
+        "min_p": 0.1,
         "human": "toy.py 1f", "human_model": None, "human_params": {}, "prompts": "2e",
         "max_turns": 6, "temperature": 1.0, "best_of": 1, "critic": None, "thinking": 0}
 
 
 def test_conditions_that_differ_between_systems_are_noted(run):
     """Each setting but those of the agent; what a record does not say is not known to differ."""
-    conditions = list(MADE)[list(MADE).index("human"):]
+    conditions = list(MADE)[list(MADE).index("min_p"):]
     of = lambda meta, **more: [episode("x", 1, sample=0, meta=meta, **more)]
     for name in MADE:
         for value in ("another", 7, {"a": [1]}, None):
