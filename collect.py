@@ -124,11 +124,6 @@ def check_args(args):
         say("warning: with --temperature 0 only the human can make the episodes of a task differ")
 
 
-def is_url(who):
-    """Returns whether --human, --agent or --engine is the address of a server."""
-    return bool(who) and who.startswith(("http://", "https://"))
-
-
 if __name__ == "__main__":
     ARGS = get_args()  # before importing torch, so that --help and flag errors are instant
 
@@ -310,7 +305,7 @@ class EpisodeRunner:
 
     async def load_role(self, role, who, chat_model, name):
         """Returns the function `name` of `who`, which is the --human or --agent."""
-        if is_url(who):
+        if who.startswith(("http://", "https://")):
             server = self.servers[role] = chat_model(self.args)
             self.meta[f"{role}_model"] = await server.model_name()
             return getattr(server, name)

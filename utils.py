@@ -7,7 +7,7 @@
     records          reading and writing JSON lines
     messages         warnings, progress bars
     errors           one line for bad input, a traceback for a mistake in code
-    the program      Ctrl-C, closed streams
+    the program      main() and Ctrl-C
     hashes           also seeded randomness, and the version of the scripts
 
 A reader of the method needs only the section on training: the others are what any program has.
@@ -418,6 +418,9 @@ def progress(label, items=None, total=None, initial=0):
 
 # --- errors ---------------------------------------------------------------------------------------
 
+INPUT_ERRORS = OSError, ValueError, ImportError  # any other may be a mistake in code
+
+
 def fail(message):
     """Exits with a one-line error message on stderr and status 1."""
     raise SystemExit(f"error: {inline(message)}")
@@ -425,19 +428,16 @@ def fail(message):
 
 @contextlib.contextmanager
 def fail_on_error(what):
-    """Turns an error of the input into the message "error: WHAT: reason".
-
-    Any other may be a mistake in code, such as in an edit, and keeps its traceback.
-    """
+    """Turns an error of the input into the message "error: WHAT: reason"."""
     try:
         yield
-    except (OSError, ValueError, ImportError) as e:
+    except INPUT_ERRORS as e:
         fail(f"{what}: {getattr(e, 'strerror', None) or e}")
 
 
 def show_traceback(e):
     """Prints the traceback of an error that may be a mistake in code."""
-    if not isinstance(e, (OSError, ValueError, ImportError)):
+    if not isinstance(e, INPUT_ERRORS):
         traceback.print_exception(e)
 
 
@@ -453,17 +453,12 @@ def writing(path):
         os.replace(path + ".part", path)
 
 
-# --- the program and its signals ------------------------------------------------------------------
-
-def end_at_ctrl_c():
-    """Lets Ctrl-C kill this process by SIGINT: no traceback, and a shell's loop stops, too."""
-    if signal.getsignal(signal.SIGINT) == signal.default_int_handler:  # not ignored, as after a &
-        signal.signal(signal.SIGINT, signal.SIG_DFL)
-
+# --- the program ----------------------------------------------------------------------------------
 
 def run(main, args):
-    """Calls main(args), which Ctrl-C kills."""
-    end_at_ctrl_c()
+    """Calls main(args). Ctrl-C kills it by SIGINT: no traceback, and a shell's loop stops, too."""
+    if signal.getsignal(signal.SIGINT) == signal.default_int_handler:  # not ignored, as after a &
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
     main(args)
     torch = sys.modules.get("torch")  # not every script imports it
     if torch and torch.distributed.is_initialized():
