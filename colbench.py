@@ -8,7 +8,6 @@ The sections, in order. A reader of the method needs only those with a star:
   * tasks, prompts, rules     what the agent reads, and the rules of an episode (Episode)
   * environments              a class per kind of task: its prompts and how answers are graded
   * records                   their fields (RECORD), and how they are read and checked
-    an LLM human's words      what the agent sees of an LLM human's reply
     grading                   many records at once
     backend                   functions: verdicts, what a program's text shows, fork servers
     frontend                  pages: a browser that renders them, and their likeness by CLIP
@@ -571,50 +570,6 @@ def check_opening(record):
         add_warning("dialogues do not begin with first_message(task, max_turns), which collect.py "
                     "shows the agent: an agent trained on them may fail there",
                     f"the task {task_id(task)}")
-
-
-# --- an LLM human's words -------------------------------------------------------------------------
-#
-# collect.py shows the agent only what an LLM human says in its own name, without quotes of the
-# reference. A reader of the method may skip this section.
-
-RENDER_FAILED_REPLY = "i can't see your page: {}"
-# A speaker's name at the start of a line, such as "You: ", "**Assistant:** " or "### Human:".
-HUMAN_NAME, AGENT_NAME = (
-    re.compile(rf"^ ?(?:[#>]+ )?[*_\[]*(?:the |ai )?(?:{names})[*_\]]*:[*_]*(?!\w)", re.M | re.I)
-    for names in ("you|user|human|colleague", "assistant|agent|ai"))
-
-
-def own_words(reply):
-    """Returns what the human says, of a reply that may continue the dialogue of human_prompt.
-
-    Of "You: yes.\nAssistant: why?\nYou: so" that is "yes." If the agent's message comes first, it
-    is what follows that.
-    """
-    own, *others = AGENT_NAME.split(reply.strip())
-    texts = HUMAN_NAME.split(own)
-    if not own and others:
-        texts = HUMAN_NAME.split(others[0])[1:] or others  # some LLMs call themselves an assistant
-    return next((text.strip() for text in texts if text.strip()), "")
-
-
-def redact(reply, task):
-    """Replaces lines of the reference that the reply quotes by "[...]", however they are spaced.
-
-    A quote is of one line or of several in sequence, and has 12 or more characters.
-    """
-    lines = ["".join(line.split()) for line in task["ground_truth"].split("\n") if line.strip()]
-    bare, quotes = "".join(reply.split()), []
-    for start in range(len(lines)):
-        for end in range(start + 1, len(lines) + 1):
-            quote = "".join(lines[start:end])
-            if quote not in bare:
-                break
-            if len(quote) >= 12:
-                quotes.append(quote)
-    for quote in sorted(quotes, key=len, reverse=True):
-        reply = re.sub(r"\s*".join(map(re.escape, quote)), "[...]", reply)
-    return reply
 
 
 # --- grading many records -------------------------------------------------------------------------

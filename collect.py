@@ -27,6 +27,7 @@ import inspect
 import json
 import math
 import os
+import re
 import runpy
 import sys
 from collections import Counter, deque
@@ -34,9 +35,9 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 
-from colbench import (ANSWER, ENVIRONMENTS, OUTPUT, RECORD, RENDER_FAILED_REPLY, Episode, Renderer,
+from colbench import (ANSWER, ENVIRONMENTS, OUTPUT, RECORD, Episode, Renderer,
                       RenderError, Seen, answered, check_shape, cpus, environment, human_prompt,
-                      message_texts, own_words, read_records, redact, settings, task_id, task_kind,
+                      message_texts, read_records, settings, task_id, task_kind,
                       without_thinking)
 
 
@@ -743,6 +744,49 @@ def completion_text(reply):
     if reason in ("content_filter", "error", "tool_calls") or not text and not cut:
         raise ValueError(f"the reply is empty or incomplete, finish_reason {reason}")
     return text, cut
+
+
+# --- an LLM human's words -------------------------------------------------------------------------
+#
+# The agent sees only what an LLM human says in its own name, without quotes of the reference.
+
+RENDER_FAILED_REPLY = "i can't see your page: {}"
+# A speaker's name at the start of a line, such as "You: ", "**Assistant:** " or "### Human:".
+HUMAN_NAME, AGENT_NAME = (
+    re.compile(rf"^ ?(?:[#>]+ )?[*_\[]*(?:the |ai )?(?:{names})[*_\]]*:[*_]*(?!\w)", re.M | re.I)
+    for names in ("you|user|human|colleague", "assistant|agent|ai"))
+
+
+def own_words(reply):
+    """Returns what the human says, of a reply that may continue the dialogue of human_prompt.
+
+    Of "You: yes.\nAssistant: why?\nYou: so" that is "yes." If the agent's message comes first, it
+    is what follows that.
+    """
+    own, *others = AGENT_NAME.split(reply.strip())
+    texts = HUMAN_NAME.split(own)
+    if not own and others:
+        texts = HUMAN_NAME.split(others[0])[1:] or others  # some LLMs call themselves an assistant
+    return next((text.strip() for text in texts if text.strip()), "")
+
+
+def redact(reply, task):
+    """Replaces lines of the reference that the reply quotes by "[...]", however they are spaced.
+
+    A quote is of one line or of several in sequence, and has 12 or more characters.
+    """
+    lines = ["".join(line.split()) for line in task["ground_truth"].split("\n") if line.strip()]
+    bare, quotes = "".join(reply.split()), []
+    for start in range(len(lines)):
+        for end in range(start + 1, len(lines) + 1):
+            quote = "".join(lines[start:end])
+            if quote not in bare:
+                break
+            if len(quote) >= 12:
+                quotes.append(quote)
+    for quote in sorted(quotes, key=len, reverse=True):
+        reply = re.sub(r"\s*".join(map(re.escape, quote)), "[...]", reply)
+    return reply
 
 
 # --- files with act(), reply() or advantages() ----------------------------------------------------

@@ -17,7 +17,7 @@ from test_collect_endpoints import Server
 
 sys.path.append(f"{ROOT}/tests/experiments")
 from audit import KINDS, Reference, faults, numbers, plain  # noqa: E402
-from colbench import redact  # noqa: E402
+from collect import redact  # noqa: E402
 from toy import reply, slots_of  # noqa: E402
 
 AUDIT = "tests/experiments/audit.py"

@@ -128,10 +128,10 @@ CODE = "def f(x):\n    total = x * 34 + 7\n    if y:\n        return y\n"
 
 def test_lines_of_the_reference_are_redacted_and_what_is_like_them_is_not():
     task = {"ground_truth": CODE}
-    assert colbench.redact("use total=x*34 +7 there", task) == "use [...] there"
-    assert colbench.redact(f"so: {CODE.strip().replace(' ', '  ')}!", task) == "so: [...]!"
+    assert collect.redact("use total=x*34 +7 there", task) == "use [...] there"
+    assert collect.redact(f"so: {CODE.strip().replace(' ', '  ')}!", task) == "so: [...]!"
     free = "multiply by 34 and add 7; if y: return"
-    assert colbench.redact(free, task) == free
+    assert collect.redact(free, task) == free
 
 
 def test_short_lines_that_are_long_together_are_redacted():
@@ -140,7 +140,7 @@ def test_short_lines_that_are_long_together_are_redacted():
         lines = [f"v{i} = {r.randrange(9)}" for i in range(9)]
         a, b = sorted(r.sample(range(10), 2))
         quote = r.choice(["\n", " "]).join(lines[a:b])
-        got = colbench.redact(f"so {quote}, ok", {"ground_truth": "\n".join(lines)})
+        got = collect.redact(f"so {quote}, ok", {"ground_truth": "\n".join(lines)})
         assert got == f"so {'[...]' if b - a > 2 else quote}, ok"
 
 
@@ -161,16 +161,16 @@ def test_an_llm_human_speaks_for_itself_only():
 
     for _ in range(2000):
         own, more, other = r.sample(WORDS, 3)
-        assert colbench.own_words(own) == own
+        assert collect.own_words(own) == own
         reply = r.choice(["", label(NAMES)]) + own
         if r.random() < 0.5:
             reply += r.choice(["\n", "\n\n"]) + label(["Assistant", "Agent", "AI assistant", "AI"])
             reply += other + r.choice(["", f"\n{label(NAMES)}{more}"])
-        assert colbench.own_words(reply) == own, reply
+        assert collect.own_words(reply) == own, reply
         replayed = f"{label(['Assistant'])}{other}\n{label(NAMES)}{own}"
-        assert colbench.own_words(replayed) == own, replayed
-    assert colbench.own_words("Assistant: It is 4.") == "It is 4."
-    assert colbench.own_words("You:\nAssistant:") == colbench.own_words("") == ""
+        assert collect.own_words(replayed) == own, replayed
+    assert collect.own_words("Assistant: It is 4.") == "It is 4."
+    assert collect.own_words("You:\nAssistant:") == collect.own_words("") == ""
 
 
 def test_the_agent_does_not_read_what_the_human_says_for_others(tasks, playing):

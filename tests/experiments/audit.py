@@ -6,7 +6,7 @@
 
 A system is a model with a human, as `meta` names them. Figures are % of its episodes:
 
-    quoted        a reply has code of the reference: what colbench.redact replaces, or an expression
+    quoted        a reply has code of the reference: what collect.redact replaces, or an expression
                   of 3 or more tokens, such as `x * 0.85`, that the dialogue did not have before
     told          asked about one parameter, a reply names another one, which no message of the
                   agent has named, beside a value that the reference uses with it
@@ -42,8 +42,9 @@ from types import SimpleNamespace
 from typing import NamedTuple
 
 sys.path.insert(0, os.path.join(os.path.dirname(__file__), "..", ".."))
-from colbench import (environment, fill, hidden_information, message_texts, own_words,
-                      read_records, redact, task_id)
+from colbench import (environment, fill, hidden_information, message_texts, read_records,
+                      task_id)
+from collect import own_words, redact
 from utils import flag, open_stdout, parser, run, say
 
 KINDS = "quoted", "told", "contradicted", "broke_off", "both_sides", "redacted"
