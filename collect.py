@@ -137,7 +137,7 @@ from transformers.masking_utils import sdpa_mask
 
 from model import (find_model, load, load_lm, pi_and_ref_turns, reference_logps, render, score,
                    stop_ids, think_prefix, turn_actions, weights_digest)
-from train_critic import advantage, check_pi_ref, finished_flags
+from train_critic import advantage, check_pi_ref, get_args as critic_args
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
@@ -385,7 +385,7 @@ class Critic(Batcher):
 
     def __init__(self, args):
         super().__init__()
-        flags = finished_flags(args.critic)
+        flags = critic_args(["--score", args.critic])
         check_pi_ref(args.critic, flags.model)
         self.ref_reads_c, self.thinking = flags.ref_context == "hidden", args.thinking
         self.pi, self.tokenizer = load(args.critic, DEVICE, "auto")

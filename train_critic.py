@@ -10,8 +10,9 @@ information c. The loss (eq. 2) is a Bradley-Terry model: of two trajectories of
 with the higher reward, tau+, should have the larger sum of advantages. The NLL is averaged over
 the tokens of a turn, then over turns. A *turn* is (prompt, action), two strings: see model.py.
 
-Scoring adds an `advantage` to every message and candidate. The untrained critic, --untrained 1,
-needs no training: A is the mean of log pi(a | o, c) - log pi(a | o), both under --model.
+Scoring adds an `advantage` to every message and candidate. Any model can score: --score pi with
+--model pi_ref. The untrained critic is the agent itself, as pi and as a pi_ref that does not read
+c: A is then the mean of log pi(a | o, c) - log pi(a | o).
 
 Left out on purpose: a value head (value.diff), because the policy trained on its scores ended 75 %
 of its episodes without an answer (RESULTS.md); early stopping (choose --epochs by the held-out
@@ -20,7 +21,7 @@ metrics instead); and a Trainer class: each script has a loop that you can chang
     python train_critic.py --model runs/base --out runs/critic < in.jsonl > scored.jsonl
     torchrun --nproc_per_node=8 train_critic.py < in.jsonl > scored.jsonl
     python train_critic.py --score runs/critic < more.jsonl > scored.jsonl  # never trains
-    python train_critic.py --untrained 1 --model runs/base < in.jsonl > scored.jsonl
+    python train_critic.py --score runs/base --model runs/base --ref_context agent < in.jsonl
 """
 # Parse flags before importing torch, so that --help and flag errors are instant.
 from utils import (RANK, Log, RunDirectory, changed_scripts, fail, flag, init_distributed,
@@ -28,18 +29,17 @@ from utils import (RANK, Log, RunDirectory, changed_scripts, fail, flag, init_di
 
 import gc
 from itertools import chain
-from types import SimpleNamespace
 
 
 def get_args(argv=None):
     p = parser(__doc__, "%(prog)s [flags] < trajectories.jsonl > scored.jsonl")
-    flag(p, "model", "meta-llama/Llama-3.1-8B-Instruct", "initial model, also the reference pi_ref")
+    flag(p, "model", None, "initial model, also the reference pi_ref; default: "
+         "meta-llama/Llama-3.1-8B-Instruct, or with --score the one of that run")
     mode = p.add_mutually_exclusive_group()
     flag(mode, "out", "runs/critic", "directory of a run: train a critic there, or resume its "
          "training, then score")
-    flag(mode, "score", None, "only score, with the finished critic in --out RUN", metavar="RUN")
-    flag(mode, "untrained", 0, "1: only score, by the log-prob given the hidden information "
-         "minus the log-prob without it, both under --model", choices=[0, 1])
+    flag(mode, "score", None, "only score, with this model as pi: a trained critic, or any other",
+         metavar="DIR")
     g = p.add_argument_group("pairs")
     flag(g, "min_gap", None, "default: pair a task's first solved trajectory with every unsolved "
          "one; a number: pair any two whose rewards differ by at least this", kind=float)
@@ -48,8 +48,9 @@ def get_args(argv=None):
     flag(g, "eval_every", 100, "steps between evaluations on held-out tasks", least=1,
          only="with --out")
     g = p.add_argument_group("objective and optimization")
-    flag(g, "ref_context", "hidden", "what pi_ref reads: the hidden information too (eq. 3), or "
-         "only what the agent reads", choices=["hidden", "agent"], only="with --out")
+    flag(g, "ref_context", None, "what pi_ref reads: the hidden information too (eq. 3), or only "
+         "what the agent reads; default: hidden, or with --score that of the run",
+         choices=["hidden", "agent"])
     flag(g, "beta", 0.1, "scale of the reward margin", only="with --out")
     flag(g, "nll_coef", 0.01, "weight of the chosen trajectory's NLL", only="with --out")
     flag(g, "lr", 2e-7, "peak learning rate; 3%% or 3 steps of warm-up, cosine decay to a tenth",
@@ -60,22 +61,20 @@ def get_args(argv=None):
     flag(g, "seed", 0, "random seed of the training order and held-out tasks", only="with --out")
     machine_flags(p)
     args = p.parse_args(argv)
-    if args.score is not None:  # the flags of its training, except those given now
-        args = p.parse_args(argv, finished_flags(args.score))
-    if args.score is not None or args.untrained:
-        args.out = None
-    if args.untrained:
-        args.ref_context = "agent"
+    run_flags = {"model": "meta-llama/Llama-3.1-8B-Instruct"}
+    if args.score is not None:
+        args.out, run_flags = None, flags_of(args.score)
+    args.model = args.model or run_flags.get("model")
+    args.ref_context = args.ref_context or run_flags.get("ref_context", "hidden")
+    if not args.model:
+        p.error(f"--model is needed, because --score {args.score!r} is not a run with an own one")
     return args
 
 
-def finished_flags(folder):
-    """Returns the flags of a finished critic's training."""
+def flags_of(folder):
+    """Returns the flags of a trainer's run, {} for another model's folder."""
     rows = rows_of(folder)
-    if not rows or "finished" not in rows[-1] or "ref_context" not in rows[0]["args"]:
-        fail(f"{folder!r} is not a finished run of train_critic.py")
-    *_, start = [row for row in rows if "args" in row]
-    return SimpleNamespace(**start["args"])
+    return rows[0]["args"] if rows else {}
 
 
 if __name__ == "__main__":
@@ -163,27 +162,25 @@ def train(args, device):
 
 
 def score_only(args, device):
-    """Loads the critic of --score or --untrained. Returns what train() returns."""
-    if args.score is not None:
-        check_pi_ref(args.score, args.model)
+    """Loads pi of --score. Returns what train() returns."""
+    check_pi_ref(args.score, args.model)
     trajectories, ref_turn_of = kept_and_shared(lambda: read_stdin(args))
     return trajectories, *load_critic(args, args.score, ref_turn_of, device)
 
 
 def load_critic(args, folder, ref_turn_of, device):
-    """Returns (critic, {turn: (L,) pi_ref log-probs}). folder: None for the untrained critic."""
+    """Returns (the critic in a folder, {turn: (L,) pi_ref log-probs})."""
     model, _ = load(args.model, device, args.dtype, args)
     ref_logps = reference_logps(model, ref_turn_of, args.tree_tokens)
-    if folder:
-        del model
-        gc.collect()  # free its memory before loading pi
-        model, _ = load(folder, device, args.dtype, args)
+    del model
+    gc.collect()  # free its memory before loading pi
+    model, _ = load(folder, device, args.dtype, args)
     return model, ref_logps
 
 
 def main(args):
     emit, device = open_stdout(), init_distributed()
-    if args.score is not None or args.untrained:
+    if args.score is not None:
         trajectories, model, ref_logps = score_only(args, device)
     else:
         trajectories, model, ref_logps = train(args, device)
@@ -203,7 +200,8 @@ def main(args):
 
 def print_pair_accuracy(args, trajectories, logps, ref_logps):
     """Prints the accuracy on the trajectory pairs of tasks that the critic was not trained on."""
-    trained_on = [] if args.untrained else rows_of(args.out or args.score)[0]["tasks"]
+    start = next(iter(rows_of(args.out or args.score)), {})
+    trained_on = start.get("tasks", ())  # contents; other models than critics record none
     unseen = [t for t in trajectories
               if "reward" in t.record and content_hash(t.record["task"]) not in trained_on]
     pairs = list(chain(*trajectory_pairs(unseen, args.min_gap).values()))
@@ -239,10 +237,12 @@ def prepare(args):
     return trajectories, (ref_turn_of, {task: pairs_of[task] for task in train_tasks}, held_out)
 
 
-# --- a finished critic ----------------------------------------------------------------------------
+# --- a trained critic -----------------------------------------------------------------------------
 
 def check_pi_ref(folder, model):
-    """Exits if `model` has other weights than the pi_ref of the critic in a folder."""
+    """Exits if `folder` has a critic that was trained with other weights than `model` as pi_ref."""
+    if "ref_context" not in flags_of(folder):
+        return  # any other model, which has no pi_ref of its own
     if changed := changed_scripts(folder):
         say(f"warning: the critic in {folder} was trained by another {changed}; to score as then, "
             f"run its own copies (python {folder}/NAME.py)")

@@ -72,7 +72,8 @@ explore base train --candidates 16 --candidates_share 0.5
 
 step "SWEET-RL, stage 1: the critic is trained, and scores every message;"
 step "beside it the agent itself, untrained, scores them, too"
-beside python train_critic.py --untrained 1 --model $R/base < $R/train.jsonl > $R/untrained.jsonl
+beside python train_critic.py --score $R/base --model $R/base --ref_context agent \
+    < $R/train.jsonl > $R/untrained.jsonl
 python train_critic.py --seed $SEED --model $R/base --out $R/critic --beta 1 --nll_coef 0.3 \
     --lr 4e-4 --batch_size 16 < $R/train.jsonl > $R/trained.jsonl
 wait_for_all

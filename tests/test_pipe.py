@@ -80,7 +80,7 @@ def without(x, names):
 
 @pytest.mark.parametrize("command, sets", [
     ("collect.py --model MODEL --candidates 1 --max_tokens 5", {"candidates"}),
-    ("train_critic.py --model MODEL --untrained 1", {"advantage"}),
+    ("train_critic.py --score MODEL --model MODEL --ref_context agent", {"advantage"}),
     ("colbench.py grade", {"reward", "reward_by", "tests"})])
 def test_a_stage_changes_nothing_but_its_own_fields(command, sets, ranked, tiny_dir):
     """One line in, one line out; what no stage knows survives everywhere."""
@@ -134,7 +134,8 @@ def test_each_turn_is_judged_after_the_prompt_that_the_template_renders(tasks, t
         m |= {"content": "what is it?", "output": "rate</think>what is it?",
               "candidates": [{"output": "color</think>which color?"}]}
         del m["token_ids"], m["logprobs"]
-    untrained = succeed("train_critic.py", "--model", path, "--untrained", 1, stdin=rs)
+    untrained = succeed("train_critic.py", "--score", path, "--model", path, "--ref_context",
+                        "agent", stdin=rs)
     for r in records(untrained.stdout):
         for history, (m, c) in M.turn_actions(r):
             seen = colbench.with_hidden(history, colbench.hidden_information(r["task"]))
@@ -157,9 +158,9 @@ BARE, ONCE, SILENT = ([TASK], [PLAYED], [{**PLAYED, "dialogue_history": dialogue
 COMPLAINTS = [  # command, its stdin, a part of the line that says what is wrong
     ("evaluate.py gone.jsonl", "", "error: gone.jsonl: No such file"),
     ("evaluate.py", [PLAYED, {**PLAYED, "reward": None}], "line 2: this record has no 'reward'"),
-    ("train_critic.py --out x --untrained 1", "", "--untrained: not allowed with argument --out"),
     ("train_critic.py --out x --score x", "", "--score: not allowed with argument --out"),
-    ("train_critic.py --score=", "", "error: '' is not a finished run of train_critic.py"),
+    ("train_critic.py --score=", "", "--model is needed, because --score '' is not a run"),
+    ("train_critic.py --score MODEL", "", "--model is needed, because --score"),
     ("train_critic.py --out x --epoch 1", "", "--epoch 1"),  # no abbreviations
     ("train_critic.py --model MODEL", ONCE, "no task has a pair"),
     ("train_critic.py --out x --model MODEL", SILENT, "line 1: dialogue_history has no message"),

@@ -68,7 +68,7 @@ def all_commands():
 @pytest.mark.parametrize("name, argv", all_commands(),
                          ids=lambda x: x if isinstance(x, str) else " ".join(x)[:60])
 def test_commands_parse(name, argv, monkeypatch):
-    monkeypatch.setattr(train_critic, "finished_flags", lambda folder: SimpleNamespace())
+    monkeypatch.setattr(train_critic, "flags_of", lambda folder: {"model": "m"})
     import_module(name).get_args(argv)
 
 

@@ -301,12 +301,13 @@ def test_a_finished_critic_finds_its_reference_and_takes_no_other(rewarded, tiny
         del r["reward"]
     again = succeed(*score, stdin=rewarded[::-1], cwd=tmp_path / "runs")
     assert records(again.stdout) == first[::-1]
-    elsewhere = shutil.move(base, tmp_path / "elsewhere")
+    elsewhere = shutil.copytree(base, tmp_path / "elsewhere")
+    change_weights(base, lambda state: {name: x * 1.001 for name, x in state.items()})
+    done = script(*score, stdin=rewarded, cwd=tmp_path / "runs")  # retrained at the same path
+    complaint(done, f"base is not the pi_ref of the critic in {out}")
+    shutil.rmtree(base)
     complaint(script(*score, stdin=rewarded), "no model at 'base'")
     assert records(succeed(*score, "--model", elsewhere, stdin=rewarded).stdout) == first
-    change_weights(elsewhere, lambda state: {name: x * 1.001 for name, x in state.items()})
-    done = script(*score, "--model", elsewhere, stdin=rewarded)
-    complaint(done, f"{elsewhere} is not the pi_ref of the critic in {out}")
 
 
 # --- running --------------------------------------------------------------------------------------
@@ -683,18 +684,27 @@ def test_an_edited_script_neither_resumes_nor_scores_in_silence(killed, whole, c
     same_bits(whole("critic"), out, own.stdout)
 
 
-def test_score_never_trains(tmp_path):
-    """What is not a finished critic is named, and nothing is made."""
-    row = {"args": {"ref_context": "agent"}}
-    for name, rows in (("gone", None), ("policy", [{"args": {}}, {"finished": 3}]),
-                       ("killed", [row, {"step": 3}]), ("other", [{"x": 1}])):
-        if rows:
-            (tmp_path / name).mkdir()
-            (tmp_path / name / "metrics.jsonl").write_text(lines(rows))
-        before = sorted(tmp_path.rglob("*"))
-        with pytest.raises(SystemExit, match=f"{name}' is not a finished run of train_critic.py"):
-            train_critic.get_args(["--score", str(tmp_path / name)])
-        assert sorted(tmp_path.rglob("*")) == before
+def test_any_two_models_score_and_a_runs_first_row_gives_what_is_not_said(whole, data, tiny_dir,
+                                                                         tmp_path):
+    """The oracle: separate forwards of the two models. Only a critic has a pi_ref of its own."""
+    (dpo, _), (critic, _) = whole("dpo"), whole("critic")
+    given, tokenizer = records(data)[:3], M.find_model(tiny_dir)[1]
+    for flags, folder, ref, ref_reads_c in (
+            ([dpo], dpo, tiny_dir, True), ([critic], critic, tiny_dir, True),
+            ([tiny_dir, "--model", dpo, "--ref_context", "hidden"], tiny_dir, dpo, True),
+            ([dpo, "--model", dpo, "--ref_context", "agent"], dpo, dpo, False),
+            ([critic, "--ref_context", "agent"], critic, tiny_dir, False)):
+        got = records(succeed("train_critic.py", "--score", *flags, stdin=given).stdout)
+        pi, pi_ref = (AutoModelForCausalLM.from_pretrained(path) for path in (folder, ref))
+        for record in got:
+            for history, found in M.turn_actions(record):
+                turns = M.pi_and_ref_turns(tokenizer, record, history, found, pi_reads_c=True,
+                                           ref_reads_c=ref_reads_c)
+                for action, (turn, ref_turn) in zip(found, turns):
+                    want = separate(pi, [turn])[0] - separate(pi_ref, [ref_turn])[0]
+                    assert action["advantage"] == pytest.approx(want.mean().item(), abs=1e-4)
+    complaint(script("train_critic.py", "--score", critic, "--model", dpo, stdin=given),
+              f"{dpo} is not the pi_ref of the critic in {critic}")
 
 
 def test_a_run_whose_last_save_fails_goes_on(killed, whole, command, data, tmp_path):
@@ -768,7 +778,7 @@ def test_other_data_or_steps_have_no_pairs(whole, data, tmp_path):
 # --- what is left out, what it is saved as --------------------------------------------------------
 
 def test_turns_that_are_too_long_get_no_advantage_and_are_counted(data, tiny_dir):
-    flags = ["--untrained", 1, "--max_length", 150]
+    flags = ["--score", tiny_dir, "--ref_context", "agent", "--max_length", 150]
     done = succeed("train_critic.py", "--model", tiny_dir, *flags, stdin=data)
     scored = ["advantage" in x for r in records(done.stdout) for x in actions(r)]
     left_out = scored.count(False)
@@ -796,7 +806,7 @@ def test_pair_accuracy_is_that_of_a_plain_loop_over_pairs(tmp_path, capsys):
     r, run = random.Random(0), str(tmp_path)
     trained_on = [colbench.content_hash({"problem_description": "a"})]  # the ids are other ones
     (tmp_path / "metrics.jsonl").write_text(lines([{"args": {}, "tasks": trained_on}]))
-    for out, score, least in (run, None, None), (None, run, None), (None, None, 0.3):
+    for out, score, least in (run, None, None), (None, run, None), (None, "gone", 0.3):
         tasks = "bc" if run in (out, score) else "abc"
         for _ in range(20):
             given, logps, ref = scored_trajectories(r, 18)
@@ -809,8 +819,7 @@ def test_pair_accuracy_is_that_of_a_plain_loop_over_pairs(tmp_path, capsys):
                        for n, (task, high, a) in enumerate(values) for other, low, b in values
                        if task == other and (first.get(task) == n and low < 1 if least is None
                                              else high - low > least - 0.01)]
-            args = SimpleNamespace(out=out, score=score, untrained=not (out or score),
-                                   min_gap=least, beta=1.0, nll_coef=0.0)
+            args = SimpleNamespace(out=out, score=score, min_gap=least, beta=1.0, nll_coef=0.0)
             train_critic.print_pair_accuracy(args, given, logps, ref)
             share = sum(correct) / len(correct)
             said = capsys.readouterr().err
@@ -820,7 +829,7 @@ def test_pair_accuracy_is_that_of_a_plain_loop_over_pairs(tmp_path, capsys):
 
 def test_a_critic_without_pairs_to_judge_it_by_says_so(capsys):
     given, logps, ref = scored_trajectories(random.Random(0), 9)
-    args = SimpleNamespace(out=None, score=None, untrained=1, min_gap=None, beta=1.0, nll_coef=0.0)
+    args = SimpleNamespace(out=None, score="gone", min_gap=None, beta=1.0, nll_coef=0.0)
     for t in given:
         t.record["reward"] = 0.5
     train_critic.print_pair_accuracy(args, given, logps, ref)
@@ -851,29 +860,6 @@ def test_an_edited_value_of_a_trajectory_is_that_of_the_loss_and_of_both_accurac
         assert printed[0] in again.stderr and again.stdout == done.stdout
         found.append(([row["margin"] for row in steps(out)], last["held_out_margin"]))
     assert found[0] != found[1] and found[0][1] != found[1][1]
-
-
-def test_score_takes_the_flags_of_the_run_also_those_of_an_edit(data, command, tmp_path):
-    """But for those that are given. Turns that were too long in training get no score, either."""
-    copy_scripts(tmp_path)
-    critic = tmp_path / "train_critic.py"
-    text = critic.read_text()
-    for old, new in (('    flag(g, "beta"', '    flag(g, "scale", 1.0, "scale of the advantage")\n'
-                                            '    flag(g, "beta"'),
-                     ("(logps - ref_logps).mean()", "(logps - ref_logps).mean() * ARGS.scale")):
-        assert old in text
-        text = text.replace(old, new, 1)
-    critic.write_text(text)
-    out = tmp_path / "out"
-    train = command("critic", out, "--scale", 3, "--max_length", 150, "--epochs", 1)
-    scored = succeed(critic, *train[1:], stdin=data).stdout
-    assert succeed(critic, "--score", out, stdin=data).stdout == scored
-    other = records(succeed(critic, "--score", out, "--scale", 6, stdin=data).stdout)
-    pairs = [(x, y) for a, b in zip(records(scored), other) for x, y in zip(actions(a), actions(b))]
-    assert all(y["advantage"] == pytest.approx(2 * x["advantage"]) for x, y in pairs
-               if "advantage" in x)
-    n_scored = sum("advantage" in x for x, _ in pairs)
-    assert n_scored == sum("advantage" in y for _, y in pairs) and 0 < n_scored < len(pairs)
 
 
 @pytest.mark.parametrize("pi_reads_c", [False, True])

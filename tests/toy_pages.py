@@ -13,7 +13,7 @@ from collections import Counter
 
 import toy  # also makes the scripts importable
 import colbench
-from colbench import (ANSWER, PAGE_LIMITS, RENDER_FAILED_REPLY, Pages, Renderer,
+from colbench import (ANSWER, PAGE_LIMITS, Pages, Renderer,
                       extract_page, fill, hidden_information)
 from utils import flag, rng, run
 
@@ -67,7 +67,7 @@ def reply(task, history):
     if not reference:
         raise ValueError("the reference has no slots: this human needs tasks of toy_pages.py")
     if not page:
-        return RENDER_FAILED_REPLY.format("no page")
+        return "i can't see your page: no page"
     shown = page_slots(page)
     wrong = [slot for slot in reference if shown.get(slot) != reference[slot]]
     if not wrong:

@@ -1,7 +1,7 @@
 """Chooses the critic to train a policy with, by RESULTS.md's "One number to choose by".
 
     python train_critic.py --model M --out runs/critic < graded.jsonl > trained.jsonl
-    python train_critic.py --model M --untrained 1 < graded.jsonl > untrained.jsonl
+    python train_critic.py --score M --model M --ref_context agent < graded.jsonl > untrained.jsonl
     scored=$(python tests/experiments/choose_critic.py trained.jsonl untrained.jsonl)
     python train_policy.py --model M --out runs/policy < $scored
 

@@ -9,7 +9,7 @@
 #   eq3        pi_ref reads the hidden information, as in eq. 3 (the default)
 #   paper      the same with the paper's NLL weight; the policy has --mix 0
 #   trained    --ref_context agent: before training it equals the untrained critic
-#   untrained  --untrained 1
+#   untrained  --score BASE --model BASE --ref_context agent
 #   none       all advantages are 0, so that only the log-prob ranks
 #   without_c, trajectory, sum, regression, value      changed by tests/experiments/edits
 #   better     like trained, but on the episodes of the policy $FIRST and with --nll_coef 1
@@ -62,7 +62,8 @@ scored_records() {  # CRITIC: prints them; train_critic NAME RECORDS [FLAGS] tra
   esac
 }
 score_untrained() {  # RECORDS
-  python train_critic.py --untrained 1 $FLAGS --model $critic_base < $dir/$1.jsonl
+  python train_critic.py --score $critic_base --model $critic_base --ref_context agent $FLAGS \
+    < $dir/$1.jsonl
 }
 sweet_row() {  # CRITIC@WEIGHT: trains it by train_sweet NAME MIX WEIGHT < RECORDS, and tests it
   local base=$base mix=0.25

@@ -107,4 +107,4 @@ if __name__ == "__main__":
     p = parser(__doc__, "%(prog)s --by progress|reaction [flags] < graded.jsonl > scored.jsonl")
     p.add_argument("--by", required=True, choices=["progress", "reaction"])
     own, flags = p.parse_known_args()
-    run(lambda args: main(own.by, args), get_args([*flags, "--untrained", "1"]))
+    run(lambda args: main(own.by, args), get_args(["--out", "no run", *flags]))

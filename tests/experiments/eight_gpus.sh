@@ -56,7 +56,8 @@ stage runs8/tasks.jsonl checked_tasks
 start_human
 explore train $MODEL --candidates 16 --candidates_share ${SHARE:-0.1}
 stop_human  # training needs all GPUs
-stage runs8/untrained.jsonl train train_critic.py --untrained 1 --model $MODEL < runs8/train.jsonl
+stage runs8/untrained.jsonl train train_critic.py --score $MODEL --model $MODEL \
+    --ref_context agent < runs8/train.jsonl
 stage runs8/trained.jsonl train train_critic.py --model $MODEL --out runs8/critic \
     < runs8/train.jsonl
 scored=$(python tests/experiments/choose_critic.py runs8/trained.jsonl runs8/untrained.jsonl)

@@ -36,7 +36,8 @@ WEIGHT=${WEIGHT:-0.1}  # --logprob_weight
 
 scored_by() {  # CRITIC RECORDS: prints them with advantages
   case $1 in
-    untrained) python train_critic.py --untrained 1 $FLAGS --model $critic_base < $2 ;;
+    untrained) python train_critic.py --score $critic_base --model $critic_base \
+        --ref_context agent $FLAGS < $2 ;;
     eq3) code=. train_critic eq3 train ;;
     eq3-again) python train_critic.py --score $first_dir/critic-eq3 $FLAGS < $2 ;;
   esac 2>> $dir/$1.log

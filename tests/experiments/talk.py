@@ -126,8 +126,8 @@ def finish(stage, record=None):
 
 def main(args, flags):
     if args.critic:
-        from train_critic import finished_flags  # it imports torch, which takes seconds
-        finished_flags(args.critic)  # fails here rather than after the first dialogue
+        from train_critic import get_args as critic_args  # it imports torch, which takes seconds
+        critic_args(["--score", args.critic])  # fails here rather than after the first dialogue
     with fail_on_error("talk.py needs a terminal"):
         terminal = os.open("/dev/tty", os.O_RDWR)
     stream, name = sys.stdin, "stdin"
