@@ -222,7 +222,7 @@ class Environment:
     reply_chars = 400               # the human's replies are truncated to this length
     shows_pages = False             # True: answers are web pages, shown to an LLM human as images
     required_fields = ()            # fields for grade, besides the description and reference
-    reward_name = "reward"          # label in messages; its first word heads evaluate.py's column
+    reward_name = "reward"          # label in messages
 
     def __init__(self, args):
         """args: the flags of colbench.py grade."""

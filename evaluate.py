@@ -6,45 +6,41 @@
 
     tests_passed  mean reward: share of hidden tests passed, or likeness of the web pages
     success       share of episodes with reward 1 (not for frontend tasks)
-    pass^k        probability that k episodes of a task all succeed: C(solved, k) / C(episodes, k);
-                  for k = 2, 4 and 8, if every task has k episodes
     unanswered    share of episodes that end without an answer
     not_drawn     frontend: share of episodes whose page, or reference page, can't be rendered
-    turns, tokens number of agent messages per episode, and of tokens sampled for them
+    turns, tokens number of agent messages per episode, and of tokens sampled for them; there is no
+                  number of tokens if that of a single message is unknown
+    pass^k        probability that k episodes of a task all succeed: C(solved, k) / C(episodes, k);
+                  for k = 2, 4 and 8, if every task has k episodes
+    distinct      number of different dialogues: greedy agents and caches repeat themselves
+    failed        number of episodes that have no dialogue; they count in no other number
     wins          frontend: share of tasks where a system beats the first one; ties count half
 
-Each figure is averaged over a task's episodes of all seeds, then over tasks: a task with more
-episodes counts no more. 95 % intervals are by bootstrap over tasks, but exact (Clopper-Pearson) for
-a share that is 0 in all tasks or 1 in all. The differences from the first system are paired: they
-use only the tasks that both systems have.
-
-Failed episodes are in no figure. A note counts them, and says what success would be if none, and if
-all, of them were solved.
+Each mean is over a task's episodes of all seeds, then over tasks: a task with more episodes counts
+no more. 95 % intervals are by bootstrap over tasks, but exact (Clopper-Pearson) for a share that is
+0 in all tasks or 1 in all. The differences from the first system are paired: they use only the
+tasks that both systems have ("common"). Below the table is a line for each setting that differs.
 
 Left out on purpose: intervals over episodes, which are too narrow because episodes of a task are
-alike; and p-values, because a difference's interval shows its size as well as its significance.
+alike; intervals over training seeds, which are few; and p-values, because a difference's interval
+shows its size as well as its significance.
 """
-# The sections: metrics of episodes and tasks; means and intervals; the table; the notes below it;
-# reading the files.
-from utils import fail, fail_on_error, open_stdout, parser, run, say, version
+from utils import digest, fail, fail_on_error, open_stdout, parser, run, say, version
 
-import json
 import math
 import os
 import sys
-from collections import Counter, defaultdict
-from itertools import chain
+from collections import defaultdict
 from statistics import fmean
 from typing import NamedTuple
 
 import numpy as np
 
-from colbench import (Seen, agent_messages, environment, read_records, settings, task_id,
-                      task_kind)
+from colbench import (Seen, agent_messages, environment, message_texts, read_records, settings,
+                      task_id, task_kind)
 
 COUNTS = "turns", "tokens"  # the metrics that are counts, not shares
-# settings in which systems may differ; all others are conditions, which they should share
-OF_AGENT = "model", "agent", "agent_model", "agent_params", "n_candidates", "candidates_share"
+SYSTEM = "model", "agent", "agent_model"  # the settings that tell systems apart
 
 
 def get_args(argv=None):
@@ -54,79 +50,160 @@ def get_args(argv=None):
     return p.parse_args(argv)
 
 
-# --- systems and the metrics of their episodes ----------------------------------------------------
+# --- reading the files ----------------------------------------------------------------------------
 
 class System(NamedTuple):
-    """A system to compare, with what is kept of its records."""
+    """A system to compare."""
     name: str
     files: list  # one per seed
     tasks: dict  # {task id: {metric: mean over its episodes}}
-    facts: dict  # fields of its result, see read_system
+    facts: dict  # further fields of its result
 
+
+class Episode(NamedTuple):
+    """What is kept of a record."""
+    task: str       # its id
+    key: tuple      # (file, task, sample, seed): a failed episode and a later try share it
+    settings: dict  # {name: value}
+    metrics: dict   # {metric: value}; None if the episode failed
+    dialogue: str   # a hash of its texts
+
+
+def name_and_files(arg):
+    """Returns (name, files) of FILE, whose stem is the name, or of NAME=FILE,FILE."""
+    name, equals, files = arg.partition("=")
+    if not equals or "/" in name:  # a file such as runs/lr=1/test.jsonl
+        name, files = os.path.splitext(os.path.basename(arg))[0], arg
+    return "stdin" if name == "-" else name, files.split(",")
+
+
+def read_system(name, files, tasks):
+    """Returns the System of these files. tasks: of all systems, see colbench.Seen."""
+    seen = Seen(tasks)
+    read = [episode for path in files for episode in read_file(path, seen)]
+    episodes = [e for e in read if e.metrics]
+    if not episodes:
+        fail(f"all episodes of {name} failed")
+    metrics = defaultdict(list)  # {task id: [{metric: value} of each episode]}
+    for e in episodes:
+        metrics[e.task].append(e.metrics)
+    fewest = min(len(of_task) for of_task in metrics.values())
+    means = {task: task_means(metrics[task], most_k=fewest) for task in sorted(metrics)}
+    facts = {"settings": all_settings(episodes),
+             "episodes": len(episodes),
+             "distinct": len({(e.task, e.dialogue) for e in episodes}),
+             "failed": len({e.key for e in read} - {e.key for e in episodes})}
+    return System(name, files, means, facts)
+
+
+def read_file(path, seen):
+    """Returns [Episode] of a file; exits if they are of two systems. seen: a colbench.Seen."""
+    source = "stdin" if path == "-" else path
+    with fail_on_error(source):
+        stream = sys.stdin if path == "-" else open(path, encoding="utf-8")
+    records = read_records(stream, "dialogue_history", "reward", source=source, seen=seen,
+                           with_failed=True)
+    episodes = [read_episode(source, record) for record in records]
+    values = all_settings(episodes)
+    for name in SYSTEM:
+        if len(values.get(name, [])) > 1:
+            fail(f"{source} has episodes of two systems, with {name} {in_words(values[name])}: "
+                 "split it (two seeds: NAME=FILE,FILE)")
+    return episodes
+
+
+def read_episode(file, record):
+    """Returns the Episode of a record. The kind of task and the grader are settings, too."""
+    task = record["task"]
+    made_with = {"environment": task_kind(task), **settings(record.get("meta", {}))}
+    if "reward_by" in record:
+        made_with["reward_by"] = record["reward_by"]
+    key = file, task_id(task), record.get("sample"), made_with.get("seed")
+    metrics = dialogue = None
+    if "failed" not in record:
+        metrics = episode_metrics(record)
+        dialogue = digest(message_texts(record["dialogue_history"]))
+    return Episode(task_id(task), key, made_with, metrics, dialogue)
+
+
+def all_settings(episodes):
+    """Returns {setting: [its different values]}, in an order that is not that of the lines."""
+    found = defaultdict(list)
+    for e in episodes:
+        for name, value in e.settings.items():
+            if value not in found[name]:
+                found[name].append(value)
+    return {name: sorted(found[name], key=str) for name in sorted(found)}
+
+
+def in_words(values):
+    return " and ".join(map(str, values))
+
+
+# --- metrics of episodes and tasks ----------------------------------------------------------------
 
 def episode_metrics(record):
     """Returns {metric: value} of one episode."""
     agent = agent_messages(record)
-    metrics = {"tests_passed": record["reward"]}
-    metrics |= environment(record["task"]).metrics(record)
-    metrics["turns"] = len(agent)
-    lengths = [len(m["token_ids"]) for m in agent if "token_ids" in m]
-    lengths += [m["completion_tokens"] for m in agent if "completion_tokens" in m]
-    if lengths:
-        metrics["tokens"] = sum(lengths)
-    return metrics
+    return {"tests_passed": record["reward"], **environment(record["task"]).metrics(record),
+            "turns": len(agent), "tokens": sum(n_tokens(message) for message in agent)}
+
+
+def n_tokens(message):
+    """Returns the number of tokens of a message, NaN if it is unknown."""
+    if "token_ids" in message:
+        return len(message["token_ids"])
+    return message.get("completion_tokens", math.nan)
 
 
 def task_means(episodes, most_k):
     """Returns {metric: mean} of a task's episodes, and their pass^k for k up to most_k."""
-    means = {}
-    for metric in dict.fromkeys(chain(*episodes)):
-        values = [float(episode[metric]) for episode in episodes if metric in episode]
-        means[metric] = fmean(values)  # whatever the order of lines
-    solved = sum(episode.get("success") == 1 for episode in episodes)
-    for k in (2, 4, 8):
-        if k <= most_k:
-            means[f"pass^{k}"] = math.comb(solved, k) / math.comb(len(episodes), k)
+    means = {metric: fmean(float(e[metric]) for e in episodes) for metric in episodes[0]}
+    if "success" in means:
+        solved = sum(e["success"] == 1 for e in episodes)
+        for k in (2, 4, 8):
+            if k <= most_k:
+                means[f"pass^{k}"] = math.comb(solved, k) / math.comb(len(episodes), k)
     return means
 
 
-def metric_names(systems):
-    """Returns the names of all systems' metrics, in the order in which they first occur."""
-    names = {}
-    for system in systems:
-        for means in system.tasks.values():
-            names |= dict.fromkeys(means)
-    return list(names)
+# --- means, differences and their intervals -------------------------------------------------------
 
-
-# --- means and intervals --------------------------------------------------------------------------
-
-def values_of(system, metric, tasks):
-    """Returns a (tasks,) array: the metric's mean of each task, NaN where it has none."""
-    return np.array([system.tasks[task].get(metric, np.nan) for task in tasks])
+def result(system, first, metrics):
+    """Returns the JSON record of a system. metrics: the names of all systems' metrics."""
+    out = {"system": system.name, "files": system.files, "version": version(), **system.facts,
+           "tasks": len(system.tasks)}
+    for metric in metrics:
+        values = [means[metric] for means in system.tasks.values() if metric in means]
+        out |= mean_and_interval(metric, values, is_share=metric not in COUNTS)
+    if system is not first:
+        out["minus_first"] = minus_first(system, first)
+    return out
 
 
 def minus_first(system, first):
     """Returns the mean differences from the first system, on the tasks that both have."""
     common = [task for task in first.tasks if task in system.tasks]
-    gaps = {metric: values_of(system, metric, common) - values_of(first, metric, common)
-            for metric in ("success", "tests_passed")}
-    gaps["wins"] = (1 + np.sign(gaps["tests_passed"].round(9))) / 2  # 0.1 + 0.2 ties 0.3
-    return {"first": first.name, "tasks": len(common), **with_intervals(gaps, shares=["wins"])}
+
+    def gaps(metric):
+        return [system.tasks[task][metric] - first.tasks[task][metric] for task in common
+                if metric in first.tasks[task]]
+
+    wins = [0.5 if abs(gap) < 1e-9 else float(gap > 0)  # 0.1 + 0.2 ties 0.3
+            for gap in gaps("tests_passed")]
+    return {"first": first.name, "tasks": len(common),
+            **mean_and_interval("success", gaps("success"), is_share=False),
+            **mean_and_interval("tests_passed", gaps("tests_passed"), is_share=False),
+            **mean_and_interval("wins", wins, is_share=True)}
 
 
-def with_intervals(arrays, shares):
-    """Returns {metric: mean, metric_95: interval} of {metric: (tasks,) array}, without NaNs.
-
-    Both are None if there are no values. shares: names of the metrics that are shares.
-    """
-    out = {}
-    for metric, values in arrays.items():
-        values = values[~np.isnan(values)]
-        limits = interval(values, metric in shares)
-        out[metric] = rounded(fmean(values)) if len(values) else None
-        out[f"{metric}_95"] = [rounded(x) for x in limits] if limits else None
-    return out
+def mean_and_interval(name, values, is_share):
+    """Returns {name: mean, name_95: interval} of the tasks' values; None for what is unknown."""
+    mean = fmean(values) if values else math.nan
+    if math.isnan(mean):
+        return {name: None, f"{name}_95": None}
+    limits = interval(np.array(values), is_share)
+    return {name: rounded(mean), f"{name}_95": limits and [rounded(limit) for limit in limits]}
 
 
 def interval(values, is_share):
@@ -150,235 +227,82 @@ def rounded(x):
     return round(float(x), 4) + 0.0
 
 
-def result(system, first, metrics):
-    """Returns the JSON record of a system, with its differences from the first one.
-
-    metrics: the names of all systems' metrics, so that all records have the same fields.
-    """
-    values = {metric: values_of(system, metric, system.tasks) for metric in metrics}
-    shares = [metric for metric in metrics if metric not in COUNTS]
-    out = {"system": system.name, "files": system.files, **system.facts,
-           "tasks": len(system.tasks), "version": version(), **with_intervals(values, shares)}
-    if system is not first:
-        out["minus_first"] = minus_first(system, first)
-    return out
-
-
 # --- the table ------------------------------------------------------------------------------------
 
 def table(results, metrics):
     """Returns aligned lines of text: column names, and a line per system."""
-    rows = [row(r, results[0], metrics) for r in results]
-    columns = [column for column in dict.fromkeys(chain(*rows))
-               if any(cells.get(column, "-") != "-" for cells in rows)]
-    labels = {label.partition(" ")[0] for r in results for label in r["rewards"]}
-    reward_label = labels.pop() if len(labels) == 1 else "reward"  # e.g. "tests", "likeness"
+    rows = [row(r, metrics) for r in results]
     lines = [""] * (1 + len(rows))
-    for column in columns:
-        texts = [column.replace("tests passed", reward_label)]
-        texts += [cells.get(column, "") for cells in rows]
+    for head in rows[0]:
+        texts = [cells[head] for cells in rows]
+        if not any(text.strip("-") for text in texts):
+            continue  # no system has this number
+        texts = [head, *texts]
         width = max(len(text) for text in texts)
         for i, text in enumerate(texts):
-            lines[i] += text.ljust(width) if column == "system" else "  " + text.rjust(width)
+            lines[i] += text.ljust(width) if head == "system" else "  " + text.rjust(width)
     return [line.rstrip() for line in lines]
 
 
-def row(r, first, metrics):
-    """Returns {column name: text} of a system's result r. first: the first system's result."""
+def row(r, metrics):
+    """Returns {column name: text} of a system's result, with the same names for all systems."""
     cells = {"system": r["system"]}
     for metric in metrics:
-        unit = "" if metric in COUNTS else " %"
-        cells[metric.replace("_", " ") + unit] = cell(r, metric)
-    cells |= {"episodes": str(r["episodes"]), "tasks": str(r["tasks"])}
-    if "minus_first" in r:
-        gaps = r["minus_first"]
-        common = "" if same_tasks(r, first) else f" (common: {gaps['tasks']})"
-        cells[f"success - first{common}"] = cell(gaps, "success", "+")
-        cells[f"tests passed - first{common}"] = cell(gaps, "tests_passed", "+")
-        if "success" not in metrics:
-            cells[f"wins %{common}"] = cell(gaps, "wins")
+        name = "reward" if metric == "tests_passed" else metric.replace("_", " ")
+        cells[name if metric in COUNTS else f"{name} %"] = cell(r, metric)
+    cells |= {name: str(r[name]) for name in ("episodes", "distinct", "failed", "tasks")}
+    gaps = r.get("minus_first", {})
+    cells["success - first"] = cell(gaps, "success", "+")
+    cells["reward - first"] = cell(gaps, "tests_passed", "+")
+    cells["wins %"] = "" if "success" in metrics else cell(gaps, "wins")
+    cells["common"] = str(gaps.get("tasks", ""))
     return cells
 
 
-def cell(r, metric, sign=""):
+def cell(numbers, metric, sign=""):
     """Formats a mean of 0.253 with its interval as "25.3 [21.0, 29.6]", and None as "-"."""
-    mean, limits = r[metric], r[f"{metric}_95"]
+    if metric not in numbers:
+        return ""
+    mean, limits = numbers[metric], numbers[f"{metric}_95"]
     if mean is None:
         return "-"
     scale = 1 if metric in COUNTS else 100
     text = f"{scale * mean:{sign}.1f}"
-    if limits and shows_interval(metric):
+    if limits and (metric in ("tests_passed", "success", "wins") or metric.startswith("pass^")):
         low, high = limits
         text += f" [{scale * low:{sign}.1f}, {scale * high:{sign}.1f}]"
     return text
 
 
-def shows_interval(metric):
-    return metric in ("tests_passed", "success", "wins") or metric.startswith("pass^")
-
-
-def same_tasks(r, first):
-    """Returns whether a result is of the same tasks as the first system's."""
-    return r["minus_first"]["tasks"] == r["tasks"] == first["tasks"]
-
-
-# --- the notes: what the table shows, and what makes a comparison unfair --------------------------
-
 def notes(results):
-    """Returns the lines below the table."""
-    graders = sorted({name for r in results for name in r["reward_by"]})
-    parts = ["[95 % bootstrap intervals over tasks, exact ones for 0 and 100 %]"]
-    if graders:
-        parts.append(f"graded by {' and '.join(graders)}")
-    parts += task_notes(results)
-    if len(graders) > 1:
-        parts.append("NOT COMPARABLE: different graders")
-    lines = ["; ".join(parts)]
-    if differ := different_conditions(results):
-        lines.append(f"NOT THE SAME CONDITIONS: {', '.join(differ)}")
-    return lines + [failure_note(r) for r in results if r["failed"]]
-
-
-def failure_note(r):
-    note = f"{r['system']} lacks {r['failed']} of its {r['episodes'] + r['failed']} episodes"
-    if r["success_bounds"]:
-        low, high = r["success_bounds"]
-        note += f": with them, success would be between {100 * low:.1f} and {100 * high:.1f} %"
-    return note
-
-
-def task_notes(results):
-    """Returns notes about the systems that have other tasks than the first one."""
+    """Returns the lines below the table, such as one for each setting that differs."""
     first, *others = results
-    apart = [r["system"] for r in others if r["minus_first"]["tasks"] == 0]
-    parts = []
-    if any(r["minus_first"]["tasks"] > 0 and not same_tasks(r, first) for r in others):
-        parts.append("NOT THE SAME TASKS: compare only the differences")
-    if apart:
-        parts.append(f"NO COMMON TASK with {first['system']}: {', '.join(apart)}")
-    return parts
+    lines = ["[means and 95 % intervals over tasks]"]
+    if "reward_by" in first["settings"]:
+        lines[0] += f" graded by {in_words(first['settings']['reward_by'])}"
+    if any(not first["tasks"] == r["tasks"] == r["minus_first"]["tasks"] for r in others):
+        lines.append("NOT THE SAME TASKS: compare only the differences, which are of common tasks")
+    for name in sorted({name for r in results for name in r["settings"]} - {*SYSTEM, "seed"}):
+        known = [(r["system"], r["settings"][name]) for r in results if name in r["settings"]]
+        values = [value for _, of_system in known for value in of_system]
+        if any(value != values[0] for value in values):
+            texts = [f"{system} {in_words(of_system)}" for system, of_system in known]
+            lines.append(f"NOT THE SAME {name}: {', '.join(texts)}")
+    return lines
 
 
-def different_conditions(results):
-    """Returns texts such as "max_turns 6 or 10" of the settings in which systems differ.
-
-    A system whose records do not have a setting is not known to differ.
-    """
-    texts = []
-    for name in dict.fromkeys(chain(*(r["conditions"] for r in results))):
-        values = [r["conditions"][name] for r in results if name in r["conditions"]]
-        if any(of_system != values[0] for of_system in values):
-            different = dict.fromkeys(str(value) for value in chain(*values))
-            texts.append(f"{name} {' or '.join(different)}")
-    return texts
-
-
-# --- reading the files ----------------------------------------------------------------------------
-
-def named_systems(args):
-    """Returns the systems of the command line, FILE, whose stem is the name, or NAME=FILE,FILE."""
-    systems, tasks = [], {}  # tasks: of all systems, see colbench.Seen
-    for arg in args:
-        name, equals, files = arg.partition("=")
-        if not equals or "/" in name:  # a file such as runs/lr=1/test.jsonl
-            name, files = os.path.splitext(os.path.basename(arg))[0], arg
-        systems.append(read_system("stdin" if name == "-" else name, files.split(","), tasks))
-    return systems
-
-
-class Episode(NamedTuple):
-    """What is kept of a record."""
-    key: tuple         # (file, seed, task id, sample)
-    settings: dict     # the others of its `meta`, and its task's kind
-    metrics: dict      # {metric: value}; None if the episode failed
-    reward_name: str   # such as "tests passed"
-    reward_by: str     # the grader
-
-
-def read_system(name, files, tasks):
-    """Returns the System of these files. tasks: of all systems, see colbench.Seen."""
-    found = [read_episode(file, record) for file, record in read_files(files, tasks)]
-    episodes = [e for e in found if e.metrics]
-    failed = {e.key for e in found} - {e.key for e in episodes}  # that no later run has repeated
-    if not episodes:
-        fail(f"all episodes of {name} failed")
-    refuse_two_systems(episodes)
-    metrics = defaultdict(list)  # {task id: [{metric: value} of each episode]}
-    for episode in episodes:
-        _, _, task, _ = episode.key
-        metrics[task].append(episode.metrics)
-    most_k = min(sum("success" in e for e in of_task) for of_task in metrics.values())
-    means = {task: task_means(metrics[task], most_k) for task in sorted(metrics)}
-    conditions = {name: distinct(e.settings[name] for e in episodes if name in e.settings)
-                  for name in dict.fromkeys(chain(*(e.settings for e in episodes)))
-                  if name not in OF_AGENT}
-    facts = {"rewards": distinct(e.reward_name for e in episodes),
-             "reward_by": distinct(e.reward_by for e in episodes if e.reward_by),
-             "conditions": conditions, "episodes": len(episodes), "failed": len(failed),
-             "success_bounds": success_bounds(metrics, failed)}
-    return System(name, files, means, facts)
-
-
-def success_bounds(metrics, failed):
-    """Returns what success would be if none, and if all, of the failed episodes were solved.
-
-    Like success, these are means over tasks. None if some episodes have no success.
-    """
-    if not all("success" in episode for episode in chain(*metrics.values())):
-        return None
-    n_failed = Counter(task for _, _, task, _ in failed)
-
-    def success_if(value):
-        return fmean(fmean([e["success"] for e in metrics[task]] + n_failed[task] * [value])
-                     for task in {*metrics, *n_failed})
-
-    return [rounded(success_if(0)), rounded(success_if(1))]
-
-
-def read_episode(file, record):
-    task = record["task"]
-    made_with = {"environment": task_kind(task), **settings(record.get("meta", {}))}
-    key = file, made_with.pop("seed", 0), task_id(task), record.get("sample")
-    metrics = None if "failed" in record else episode_metrics(record)
-    return Episode(key, made_with, metrics, environment(task).reward_name, record.get("reward_by"))
-
-
-def refuse_two_systems(episodes):
-    """Exits if a sample of a task is there with different settings."""
-    settings_of = {}  # {key: settings}
-    for e in episodes:
-        file, _, task, sample = e.key
-        if sample is not None and settings_of.setdefault(e.key, e.settings) != e.settings:
-            fail(f"{file} has episodes of two systems, such as sample {sample} of the task "
-                 f"{task}: split it (two seeds: NAME=FILE,FILE)")
-
-
-def distinct(values):
-    """Returns the different ones of values that JSON can hold, such as dicts, in a fixed order."""
-    texts = {json.dumps(value, sort_keys=True) for value in values}
-    return [json.loads(text) for text in sorted(texts)]
-
-
-def read_files(files, tasks):
-    """Yields (file, record) of a system's records. tasks: of all systems, see colbench.Seen."""
-    seen = Seen(tasks)
-    for path in files:
-        source = "stdin" if path == "-" else path
-        with fail_on_error(source):
-            stream = sys.stdin if path == "-" else open(path, encoding="utf-8")
-        for record in read_records(stream, "dialogue_history", "reward", source=source, seen=seen,
-                                   with_failed=True):
-            yield source, record
-
+# --- the program ----------------------------------------------------------------------------------
 
 def main(args):
-    emit, systems = open_stdout(), named_systems(args.files)
-    metrics = metric_names(systems)
+    emit, tasks = open_stdout(), {}  # tasks: of all systems, see colbench.Seen
+    systems = [read_system(*name_and_files(arg), tasks) for arg in args.files]
+    metrics = list(dict.fromkeys(metric for system in systems for means in system.tasks.values()
+                                 for metric in means))
     results = [result(system, systems[0], metrics) for system in systems]
     for r in results:
         emit(r)
-    for text in table(results, metrics) + notes(results):
-        say(text)
+    for line in table(results, metrics) + notes(results):
+        say(line)
 
 
 if __name__ == "__main__":

@@ -1,8 +1,8 @@
-"""evaluate.py against numbers worked out by hand, and its intervals against the textbook."""
+"""evaluate.py against plain Python, which works out the same numbers from random episodes."""
 import random
 import re
-import statistics
-from itertools import combinations
+from itertools import combinations, product
+from statistics import fmean
 
 import pytest
 
@@ -10,251 +10,272 @@ import colbench
 import evaluate
 from conftest import dialogue, lines, stdin_of
 
-CODE = "def f(x, rate=3, fee=12): return x * rate + fee"
-
-
-def episode(task, reward, turns=1, tokens=None, by="honest rules", **more):
-    history = dialogue(*["write f", "what?"] * turns)
-    for message in history[1::2] if tokens else ():
-        message["token_ids"] = [1] * tokens
-    return {"task": {"id": task, "problem_description": "p", "ground_truth": CODE},
-            "dialogue_history": history, "answer": "x", "answered": True, "reward": reward,
-            "reward_by": by, **more}
+REFERENCES = {"backend": "def f(x): return x", "frontend": "<html></html>"}
 
 
 @pytest.fixture
 def run(tmp_path, monkeypatch, capsys):
-    """run(*flags, stdin=records, NAME=records): (results, table); NAME.jsonl has those records."""
-    def run(*flags, stdin="", **files):
+    """run(*args, stdin=records, NAME=records): (results, table); NAME.jsonl has those records."""
+    def run(*args, stdin="", **files):
         for name, rs in files.items():
             (tmp_path / f"{name}.jsonl").write_text(lines(rs))
         results = []
         monkeypatch.setattr(evaluate, "open_stdout", lambda: results.append)
         with stdin_of(stdin):
-            evaluate.main(evaluate.get_args(flags))
+            evaluate.main(evaluate.get_args(args))
         return results, capsys.readouterr().err
     monkeypatch.chdir(tmp_path)
     return run
 
 
-def test_hand_computed(run):
-    rs = [episode("a", 1.0, turns=3, tokens=5), episode("a", 0.5, turns=2, tokens=7),
-          episode("b", 0.2, turns=4, tokens=2, answered=False),
-          episode("c", 1, turns=1, tokens=1)]
-    for r in rs[:2]:  # where a record does not say whether it is answered, the marker does
-        del r["answered"]
-    for r in rs[1:]:
-        r["dialogue_history"][-1]["content"] = colbench.ANSWER + "x"
-    (r,), table = run("s.jsonl", s=rs)
-    assert (r["system"], r["episodes"], r["tasks"], r["reward_by"]) == ("s", 4, 3, ["honest rules"])
-    # means of the tasks' means: (1.0 + 0.5) / 2, 0.2 and 1 of the tests, ...
-    assert r["tests_passed"] == 0.65 and r["success"] == 0.5 and r["turns"] == 2.5
-    assert r["tokens"] == round(((15 + 14) / 2 + 8 + 1) / 3, 4) and r["unanswered"] == 0.5
-    assert "minus_first" not in r
-    low, high = r["success_95"]  # of the tasks (1/2, 0/1, 1/1) some resamples hold only b or c
-    assert (low, high) == (0, 1)
-    head, row, note = table.splitlines()
-    assert head.replace(" %", "%").split() == [
-        "system", "tests%", "success%", "unanswered%", "turns", "tokens", "episodes", "tasks"]
-    assert row.startswith("s ") and "65.0 [" in row and "50.0 [0.0, 100.0]" in row
-    assert note == ("[95 % bootstrap intervals over tasks, exact ones for 0 and 100 %]; "
-                    "graded by honest rules")
+# --- random episodes, and what is true of them ----------------------------------------------------
+
+def episode(task, reward=1.0, texts=("q",), sample=0, kind="backend", **more):
+    """A record in which the agent writes these texts."""
+    history = dialogue("p", *" ".join(texts).replace(" ", " what? ").split())
+    return {"task": {"id": task, "kind": kind, "problem_description": "p",
+                     "ground_truth": REFERENCES[kind]},
+            "sample": sample, "dialogue_history": history, "answer": "x", "reward": reward, **more}
 
 
-def test_pages_have_likeness_wins_failures_and_no_rules(run):
-    page = lambda task, reward, **more: {**episode(task, reward, by="clip", **more), "task": {
-        "id": task, "problem_description": "p", "ground_truth": "<html></html>"}}
-    ours = [page("a", 1.0), page("b", 0.5), page("b", 0.7), page("c", 0.25),
-            page("d", 0.0, failure="no page")]
-    rival = [page("a", 0.9), page("b", 0.6), page("c", 0.3), page("e", 1.0)]
-    (first, r), table = run("rival.jsonl", "ours.jsonl", ours=ours, rival=rival)
-    assert r["tests_passed"] == 0.4625 and "success" not in r and "unanswered" not in r
-    assert first["not_drawn"] == 0 and r["not_drawn"] == 0.25
-    assert r["minus_first"]["success"] is None and "success" not in table
-    assert r["minus_first"]["tasks"] == 3
-    assert r["minus_first"]["wins"] == 0.5 and "wins %" in table  # a won, b tied, c lost
-    assert "likeness %" in table and "likeness - first" in table and "not drawn %" in table
-    assert table.endswith("]; graded by clip; NOT THE SAME TASKS: "
-                          "compare only the differences\n")  # though both have 4
+def random_episode(r, task, sample, kind, rewards, counted, meta):
+    """(record, truth) of an episode, which may have failed; not all messages may have a count."""
+    truth = {"task": task, "key": (task, sample, meta["seed"]), "reward": r.choice(rewards)}
+    if r.random() < 0.2:
+        record = episode(task, kind=kind)
+        return ({"task": record["task"], "sample": sample, "failed": "no reply", "meta": meta},
+                {**truth, "reward": None})
+    texts = [r.choice("ab") for _ in range(r.randint(1, 3))]
+    record = episode(task, truth["reward"], texts, sample, kind, meta=meta)
+    truth |= {"texts": tuple(texts), "turns": len(texts), "tokens": 0, "success": None,
+              "unanswered": None, "not_drawn": None, "tests_passed": truth["reward"]}
+    for message in colbench.agent_messages(record):
+        n, counts = r.randint(1, 9), r.choice(counted)
+        if counts == "token_ids":
+            message["token_ids"] = [7] * n
+        elif counts:
+            message[counts] = n
+        known = counts and truth["tokens"] is not None
+        truth["tokens"] = truth["tokens"] + n if known else None
+    if kind == "frontend":
+        truth["not_drawn"] = r.random() < 0.3
+        record |= {"failure": "no page"} if truth["not_drawn"] else {}
+    else:
+        truth |= {"success": truth["reward"] == 1, "unanswered": r.random() < 0.5}
+        if r.random() < 0.5:
+            record["answered"] = not truth["unanswered"]
+        elif not truth["unanswered"]:
+            record["dialogue_history"][-1]["content"] = colbench.ANSWER + texts[-1]
+            truth["texts"] += ("answer",)
+    return record, truth
 
 
-def draws(tasks):
-    """2,000 draws of as many tasks, with replacement."""
-    r = random.Random(1)
-    return [r.choices(tasks, k=len(tasks)) for _ in range(2000)]
+def random_system(r, name, kind):
+    """(records of each file, [truth]); later runs repeat some of the failed episodes.
 
-
-def mean(tasks):
-    return statistics.fmean(map(statistics.fmean, tasks))
-
-
-def gain(tasks):
-    return statistics.fmean(statistics.fmean(b) - statistics.fmean(a) for a, b in tasks)
-
-
-def test_values_and_intervals_are_those_of_a_plain_bootstrap(run):
-    """Two systems, each of two seeds, which have some tasks in common and some not.
-
-    A task is drawn with all its episodes of all seeds; a difference is of the tasks that both have,
-    in pairs.
+    A file per trained seed, or one for several seeds of sampling.
     """
-    r, files = random.Random(0), {}
-    rewards = {"a": {}, "s": {}}  # of each system {task: rewards}
-    for name, seed in ("a0", "a1", "s0", "s1"):
-        rs = files[name + seed] = []
-        for t in r.sample(range(150), 120):
-            got = [min(1, t % 5 / 4 + r.choice((0, 0.2 * (name == "s"))))
-                   for _ in range(r.randint(1, 3))]
-            rewards[name].setdefault(f"t{t}", []).extend(got)
-            rs += [episode(f"t{t}", reward) for reward in got]
-    systems = [f"{name}={name}0.jsonl,{name}1.jsonl" for name in "as"]
-    results, table = run(*systems, **files)
-    for rs in files.values():
-        r.shuffle(rs)
-    assert run(*systems, **files) == (results, table)  # seeded; lines have no order
-    assert [(x["system"], x["files"][1], x["episodes"]) for x in results] == [
-        (name, f"{name}1.jsonl", len(files[name + "0"]) + len(files[name + "1"])) for name in "as"]
-
-    for metric, of in ("tests_passed", float), ("success", lambda reward: reward == 1):
-        a, s = ({key: list(map(of, got)) for key, got in rewards[name].items()} for name in "as")
-        common = {key: (a[key], s[key]) for key in a if key in s}
-        assert results[1]["minus_first"]["tasks"] == len(common) < len(a)
-        for found, statistic, tasks in ((results[0], mean, a), (results[1], mean, s),
-                                        (results[1]["minus_first"], gain, common)):
-            tasks = list(tasks.values())
-            low, *_, high = statistics.quantiles(map(statistic, draws(tasks)), n=40)
-            assert found[metric] == pytest.approx(statistic(tasks), abs=1e-4)
-            assert found[f"{metric}_95"] == pytest.approx([low, high], abs=0.07 * (high - low))
-        low, high = found[f"{metric}_95"]
-        assert f" {100 * found[metric]:+.1f} [{100 * low:+.1f}, {100 * high:+.1f}]" in table
+    rewards = r.choice([[0.0], [1.0], [0.3], [0.1 + 0.2], [0.0, 0.25, 0.3, 1.0, 1.0, 1.0]])
+    counted = r.choice([["token_ids", "completion_tokens"], ["token_ids"] * 19 + [None], [None]])
+    tasks, k, files, truths = r.sample("uvwxy", r.randint(1, 5)), r.randint(1, 4), [], []
+    trained = r.random() < 0.7
+    for seed in range(r.randint(1, 3)):
+        meta = {"model_weights": f"{name}{seed}" if trained else name, "seed": seed}
+        of_file = [random_episode(r, task, sample, kind, rewards, counted, meta)
+                   for task in tasks for sample in range(k + r.randint(0, 1))]
+        of_file += [random_episode(r, truth["task"], truth["key"][1], kind, rewards, counted, meta)
+                    for _, truth in of_file if truth["reward"] is None and r.random() < 0.5]
+        r.shuffle(of_file)
+        files.append([record for record, _ in of_file])
+        truths += [truth for _, truth in of_file]
+    return files if trained else [sum(files, [])], truths
 
 
-def test_pass_k_is_the_share_of_a_tasks_k_tuples_that_all_succeed(run):
-    """Where every task has k episodes, of both seeds together; the mean of tasks."""
-    r, seeds = random.Random(0), ([], [])
-    rewards = {task: [r.choice([0.5, 1.0, 1.0]) for _ in range(n)]
-               for task, n in (("a", 4), ("b", 5), ("c", 6), ("d", 4))}
-    for task, values in rewards.items():
-        for sample, reward in enumerate(values):
-            of_seed = {"sample": sample, "meta": {"seed": sample % 2}}
-            seeds[sample % 2].append(episode(task, reward, **of_seed))
-    (got,), table = run("both=s.jsonl,t.jsonl", s=seeds[0], t=seeds[1])
-    for k in 2, 4:
-        want = statistics.mean(
-            statistics.mean(min(several) == 1 for several in combinations(values, k))
-            for values in rewards.values())
-        assert got[f"pass^{k}"] == pytest.approx(want, abs=1e-4) and f"pass^{k} %" in table
-    assert "pass^8" not in got and got["pass^4_95"][0] < got["pass^4"] < got["pass^2"]
+def by_task(truths, metric):
+    """{task: its episodes' values}, {} if one of them is not known."""
+    values = {}
+    for truth in truths:
+        if truth["reward"] is not None:
+            values.setdefault(truth["task"], []).append(truth[metric])
+    return {} if None in sum(values.values(), []) else values
 
 
-def test_systems_that_have_nothing_in_common(run):
-    """One task tells nothing of others; numbers by different rules are not comparable."""
-    files = dict(a=[episode("x", 1), episode("x", 0)], b=[episode("y", 1, by="official rules")])
-    (a, b), table = run("a.jsonl", "b.jsonl", **files)
-    assert a["success"] == 0.5 and a["success_95"] is None and "tokens" not in a
-    assert a["unanswered"] == 0  # as they say, without the marker
-    names = ("success", "success_95", "tests_passed", "tests_passed_95", "wins", "wins_95")
-    assert b["minus_first"] == {"first": "a", "tasks": 0, **dict.fromkeys(names)}
-    assert [r["reward_by"] for r in (a, b)] == [["honest rules"], ["official rules"]]
-    assert table.endswith("honest rules and official rules; NO COMMON TASK with a: b; NOT COMPARABLE: "
-                          "different graders\n")
+def check_interval(limits, values, is_share):
+    """Checks a 95 % interval against all resamples of the tasks, or a binomial's definition."""
+    n = len(values)
+    if is_share and {*values} in ({0}, {1}):
+        far, one = (limits[1], limits[0]) if values[0] == 0 else (1 - limits[0], 1 - limits[1])
+        assert one == 0 and (1 - far) ** n == pytest.approx(0.025, rel=0.01)
+    elif n < 2:
+        assert limits is None
+    else:
+        low, high = limits
+        means = [sum(drawn) / n for drawn in product(values, repeat=n)]
+        for outside, inside in ((lambda x: x < low - 1e-4, lambda x: x > low + 1e-4),
+                                (lambda x: x > high + 1e-4, lambda x: x < high - 1e-4)):
+            assert fmean(map(outside, means)) < 0.025 + 0.01
+            assert fmean(map(inside, means)) < 0.975 + 0.01
 
 
-def test_differences_name_the_number_of_common_tasks_unless_that_is_all(run):
-    """Each in a column of its number; without a common task a note says so."""
-    of = lambda tasks, reward: [episode(task, reward) for task in tasks]
-    files = dict(a=of("xyz", 0.5), b=of("xyz", 1), c=of("yzw", 1), d=of("x", 0), e=of("vw", 1))
-    results, table = run("a.jsonl", *(f"{name}.jsonl" for name in "bcde"), **files)
-    head, *rows, note = table.splitlines()
-    titles = [f"{metric} - first{of}" for of in ("", " (common: 2)", " (common: 1)")
-              for metric in ("success", "tests")]
-    assert re.findall(r"\w+ - first(?: \(common: \d\))?", head) == titles
-    for row, cells in zip(rows, ([], ["+100.0 [+100.0, +100.0]", "+50.0 [+50.0, +50.0]"],
-                                 ["+100.0 [+100.0, +100.0]", "+50.0 [+50.0, +50.0]"],
-                                 ["+0.0", "-50.0"], [])):
-        assert re.findall(r"[+-]\d+\.\d(?: \[.*?\])?", row) == cells
-    starts = [re.search(r"[+-]\d|$", row).start() for row in rows]
-    assert starts[1] < starts[2] < starts[3]
-    assert note.endswith("NOT THE SAME TASKS: compare only the differences; "
-                         "NO COMMON TASK with a: e")
-    assert run("a.jsonl", "e.jsonl", **files)[1].endswith("rules; NO COMMON TASK with a: e\n")
-    assert run("a.jsonl", "b.jsonl", **files)[1].endswith("graded by honest rules\n")
+def check(found, metric, values, is_share=True):
+    """Checks a mean and its interval of a result against the tasks' values."""
+    if not values:
+        assert found.get(metric) is None and found.get(f"{metric}_95") is None
+        return
+    assert found[metric] == pytest.approx(fmean(values), abs=6e-5)
+    check_interval(found[f"{metric}_95"], values, is_share)
 
 
-def test_a_share_of_0_or_1_in_all_tasks_has_an_exact_interval(run):
-    """Clopper-Pearson's, by its definition; differences and counts have the bootstrap's."""
-    tail = lambda n, share: share ** n  # probability that n tasks all succeed
-    for n in (1, 2, 5, 40):
-        names = [str(i) for i in range(n)]
-        files = dict(all=[episode(name, 1) for name in names for _ in range(2)],
-                     none=[episode(name, 0) for name in names for _ in range(2)])
-        (every, none), table = run("all.jsonl", "none.jsonl", **files)
-        for metric in ("success", "tests_passed", "pass^2"):
-            (low, one), (zero, high) = every[f"{metric}_95"], none[f"{metric}_95"]
-            assert (zero, one) == (0, 1)
-            assert [tail(n, low), tail(n, 1 - high)] == pytest.approx([0.025] * 2, rel=0.01)
-        assert every["unanswered_95"] == none["success_95"]
-        same = None if n == 1 else [1, 1]
-        assert every["turns_95"] == same
-        assert none["minus_first"]["success_95"] == (same and [-1, -1])
-        assert f"100.0 [{100 * low:.1f}, 100.0]" in table
-        assert f"0.0 [0.0, {100 * high:.1f}]" in table
-    page = {"problem_description": "p", "ground_truth": "<html></html>"}
-    ours, rival = ([{**episode(name, reward), "task": {**page, "id": name}} for name in "abc"]
-                   for reward in (0.5, 0.25))
-    (_, r), _ = run("rival.jsonl", "ours.jsonl", ours=ours, rival=rival)
-    assert r["minus_first"]["wins"] == 1
-    assert r["minus_first"]["wins_95"] == [round(0.025 ** (1 / 3), 4), 1]
+def test_every_number_is_that_of_plain_python(run):
+    """Of systems with several seeds, uneven tasks and episodes, failed episodes and missing counts.
+
+    A mean is over a task's episodes, then over tasks. Resampling draws whole tasks.
+    """
+    r = random.Random(0)
+    for number in range(60):
+        kind, systems, given = r.choice(["backend", "backend", "frontend"]), {}, {}
+        for name in "abc"[:r.randint(1, 3)]:
+            files, truths = random_system(r, name, kind)
+            if any(truth["reward"] is not None for truth in truths):
+                systems[name] = truths
+                given |= {f"{name}{seed}": records for seed, records in enumerate(files)}
+        args = [f"{name}=" + ",".join(f"{file}.jsonl" for file in given if file[0] == name)
+                for name in systems]
+        if not systems:
+            continue
+        results, table = run(*args, **given)
+        for records in given.values():
+            r.shuffle(records)
+        assert run(*args, **given) == (results, table)  # lines have no order
+        check_table(results, table)
+        first = systems[results[0]["system"]]
+        for found, truths in zip(results, systems.values(), strict=True):
+            check_system(found, truths)
+            if found is not results[0]:
+                check_differences(found["minus_first"], truths, first)
 
 
-MADE = {"model": "a", "model_weights": "1a", "agent_params": "b", "seed": 0,
-        "version": "x", "engine": None, "n_candidates": 0, "candidates_share": 1.0,
-        # these are no conditions; those below are, also one that an edit adds
-        "min_p": 0.1,
-        "human": "toy.py 1f", "human_model": None, "human_params": {}, "prompts": "2e",
-        "max_turns": 6, "temperature": 1.0, "best_of": 1, "critic": None, "thinking": 0}
+def check_system(found, truths):
+    """Checks a result's own numbers."""
+    done = [truth for truth in truths if truth["reward"] is not None]
+    failed = {t["key"] for t in truths} - {t["key"] for t in done}
+    assert found["episodes"] == len(done) and found["failed"] == len(failed)
+    assert found["distinct"] == len({(t["task"], t["texts"]) for t in done})
+    assert found["tasks"] == len({t["task"] for t in done})
+    for metric in "tests_passed", "success", "unanswered", "not_drawn", "turns", "tokens":
+        values = [fmean(values) for values in by_task(truths, metric).values()]
+        check(found, metric, values, is_share=metric not in ("turns", "tokens"))
+    solved = by_task(truths, "success")
+    for k in 2, 4, 8:
+        has_k = solved and all(len(of_task) >= k for of_task in solved.values())
+        check(found, f"pass^{k}", has_k and [fmean(map(all, combinations(of_task, k)))
+                                             for of_task in solved.values()])
 
 
-def test_conditions_that_differ_between_systems_are_noted(run):
-    """Each setting but those of the agent; what a record does not say is not known to differ."""
-    conditions = list(MADE)[list(MADE).index("min_p"):]
-    of = lambda meta, **more: [episode("x", 1, sample=0, meta=meta, **more)]
-    for name in MADE:
-        for value in ("another", 7, {"a": [1]}, None):
-            other = {**MADE, name: 7 if name == "seed" else value}
-            if name == "model_weights" and not isinstance(value, str):
-                continue  # not valid
-            (a, b), table = run("a.jsonl", "b.jsonl", a=of(MADE), b=of(other))
-            if name in conditions and value != MADE[name]:
-                assert table.splitlines()[-1] == (
-                    f"NOT THE SAME CONDITIONS: {name} {MADE[name]} or {value}")
-                assert b["conditions"] == {**a["conditions"], name: [value]}
+def check_differences(found, truths, first):
+    """Checks a result's differences from the first system."""
+    for metric in "tests_passed", "success":
+        ours, theirs = by_task(truths, metric), by_task(first, metric)
+        gaps = [fmean(ours[task]) - fmean(theirs[task]) for task in ours if task in theirs]
+        check(found, metric, gaps, is_share=False)
+        if metric == "tests_passed":
+            assert found["tasks"] == len(gaps)
+            check(found, "wins", [0.5 if abs(gap) < 1e-9 else gap > 0 for gap in gaps])
+
+
+def check_table(results, table):
+    """Each number stands under its name, as a percentage or a count, with its interval."""
+    head, *rows, note = table.splitlines()[:len(results) + 2]
+    ends = {match.end(): match[0] for match in re.finditer(r"\S+( \S+)*", head)}
+    assert note.startswith("[means and 95 % intervals over tasks]")
+    for found, row in zip(results, rows, strict=True):
+        cells = {ends[m.end()]: m[0] for m in re.finditer(r"\S+( \S+)*", row[6:].rjust(len(row)))}
+        assert row[:6].strip() == found["system"]
+        gaps = found.get("minus_first", {})
+        for name, text in cells.items():
+            metric = name.removesuffix(" %").removesuffix(" - first").replace(" ", "_")
+            metric = {"reward": "tests_passed", "common": "tasks"}.get(metric, metric)
+            numbers = gaps if "first" in name or name in ("common", "wins %") else found
+            sign, scale = "+" if "first" in name else "", 100 if "%" in name or "first" in name else 1
+            if metric in ("episodes", "distinct", "failed", "tasks"):
+                assert text == str(numbers[metric])
+            elif numbers[metric] is None:
+                assert text == "-"
             else:
-                assert table.endswith("graded by honest rules\n"), name
-    without = {name: value for name, value in MADE.items() if name != "max_turns"}
-    for meta in ({}, without):
-        assert "CONDITIONS" not in run("a.jsonl", "b.jsonl", a=of(MADE), b=of(meta))[1]
-    two = of(MADE) + [episode("y", 1, sample=0, meta={**MADE, "max_turns": 9, "human": "h.py 2"})]
-    _, table = run("a.jsonl", "b.jsonl", a=of(MADE), b=two)
-    assert table.endswith("\nNOT THE SAME CONDITIONS: human toy.py 1f or h.py 2, max_turns 6 or 9\n"
-                          ), table
-    assert "CONDITIONS" not in run("a.jsonl", "b.jsonl", a=two, b=two)[1]
+                mean, _, limits = text.partition(" ")
+                assert mean == f"{scale * numbers[metric]:{sign}.1f}"
+                if limits:
+                    low, high = numbers[f"{metric}_95"]
+                    assert limits == f"[{scale * low:{sign}.1f}, {scale * high:{sign}.1f}]"
+        shown = {"reward %", "turns", "episodes", "distinct", "failed", "tasks"}
+        if len(results) > 1 and gaps.get("tasks"):
+            shown |= {"reward - first", "common"}
+            shown |= {"success - first"} if "success" in found else {"wins %"}
+        assert shown <= cells.keys()
 
 
-def test_rewards_of_another_python_are_noted(run):
-    of = lambda *by: [episode(str(i), 1, by=name) for i, name in enumerate(by)]
-    old, new = "honest rules, Python 3.11", "honest rules, Python 3.12"
-    for a, b, label, differ in (
-            ([old, old], [new, new], f"{old} and {new}", True),
-            ([old, old], [old, old], old, False),
-            (["honest rules"] * 2, [old, old], f"honest rules and {old}", True)):  # unknown
-        _, table = run("a.jsonl", "b.jsonl", a=of(*a), b=of(*b))
-        note = "; NOT COMPARABLE: different graders" if differ else ""
-        assert table.endswith(f"graded by {label}{note}\n")
+# --- settings, and what is refused ----------------------------------------------------------------
+
+def test_a_line_names_each_setting_that_differs_with_the_values_of_each_system(run):
+    """Not the model or the seed. A system whose records do not have a setting may have the same."""
+    r, values = random.Random(0), {"temperature": [0.0, 1.0], "human": ["toy.py 1f", "h.py 2e"],
+                                   "human_params": [{}, {"top_p": [0.9]}], "of_an_edit": [None, 3]}
+    for _ in range(60):
+        systems, used = {}, {name: {} for name in (*values, "reward_by")}
+        for system in "abc":
+            systems[system] = []
+            for sample in range(r.randint(1, 2)):
+                meta = {name: r.choice(xs[:r.choice([1, 2])]) for name, xs in values.items()
+                        if r.random() < 0.8}
+                by = r.choice(["honest rules, Python 3.11", "honest rules, Python 3.12"])
+                for name, value in {**meta, "reward_by": by}.items():
+                    of_system = used[name].setdefault(system, [])
+                    of_system += [value] * (value not in of_system)
+                meta |= {"model_weights": system, "seed": sample, "version": r.choice("xy")}
+                systems[system].append(episode("t", sample=sample, meta=meta, reward_by=by))
+        want = []
+        for name, of_systems in sorted(used.items()):
+            texts = {system: sorted(map(str, found)) for system, found in of_systems.items()}
+            if len(set(sum(texts.values(), []))) > 1:
+                each = (f"{system} {' and '.join(found)}" for system, found in texts.items())
+                want.append(f"NOT THE SAME {name}: {', '.join(each)}")
+        _, table = run("a.jsonl", "b.jsonl", "c.jsonl", **systems)
+        _, _, _, _, note, *found = table.splitlines()
+        assert found == want
+        graders = " and ".join(sorted(used["reward_by"]["a"]))
+        assert note == f"[means and 95 % intervals over tasks] graded by {graders}"
+
+
+def test_other_tasks_are_noted(run):
+    of = lambda tasks: [episode(task) for task in tasks]
+    for ours, theirs in ("ab", "ab"), ("ab", "abc"), ("abc", "ab"), ("ab", "bc"), ("a", "b"):
+        _, table = run("a.jsonl", "b.jsonl", a=of(ours), b=of(theirs))
+        assert ("\nNOT THE SAME TASKS" in table) == (ours != theirs)
+
+
+def test_an_episode_counts_once_and_a_file_holds_one_system(run):
+    """Files of a system may be of two models, which were trained with other seeds."""
+    of = lambda **meta: [episode("a", sample=sample, meta=meta) for sample in (0, 1)]
+    one, agent = of(model_weights="1a", seed=0), of(agent="agent.py 1f")
+    again, two = "sample 0 of the task a is also in", "has episodes of two systems, with"
+    for first, second, in_two_files, in_one in (
+            (one, one, again, again),
+            (agent, agent, again, again),  # it has no seed, so these can't be two seeds
+            (one, of(model_weights="1a", seed=1), None, None),
+            (one, of(model_weights="2b", seed=0), None, f"{two} model 1a and 2b"),
+            (agent, of(agent="agent.py 2e"), None, f"{two} agent agent.py 1f and agent.py 2e")):
+        for args, stdin, why in ((["s=one.jsonl,two.jsonl"], "", in_two_files),
+                                 ([], first + second, in_one)):
+            if why:
+                with pytest.raises(SystemExit, match=f"error: .*{why}"):
+                    run(*args, stdin=stdin, one=first, two=second)
+            else:
+                (found,), _ = run(*args, stdin=stdin, one=first, two=second)
+                assert (found["episodes"], found["distinct"]) == (4, 1)
 
 
 def test_two_tasks_of_one_id_are_not_compared(run):
-    one, two = [episode("a", 1)], [episode("b", 1), episode("a", 1)]
+    one, two = [episode("a")], [episode("b"), episode("a")]
     for field, value in ("ground_truth", "another"), ("test_cases", {"x": "f(1)"}):
         two[1]["task"] = {**one[0]["task"], field: value}
         with pytest.raises(SystemExit, match="two.jsonl, line 2: the task a differs from the one "
@@ -262,29 +283,10 @@ def test_two_tasks_of_one_id_are_not_compared(run):
             run("one.jsonl", "two.jsonl", one=one, two=two)
 
 
-def test_an_episode_counts_once_and_a_file_holds_one_system(run):
-    made_by = lambda weights, seed=0: [episode("a", 1, sample=i, meta={
-        "model_weights": weights, "seed": seed, "version": "1"}) for i in (0, 1)]
-    one, other = made_by("1a"), made_by("2b")
-    (_, r), _ = run("one.jsonl", "o=other.jsonl,third.jsonl", one=one, other=other,
-                    third=made_by("3c"))
-    assert r["episodes"] == 4  # two that were trained with other seeds
-    (r,), _ = run(stdin=one + made_by("1a", seed=1))
-    assert r["episodes"] == 4
-    again = "sample 0 of the task a is also in"
-    for flags, stdin, why in (
-            (["s=one.jsonl,one.jsonl"], "", f"one.jsonl, line 1: {again} one.jsonl, line 1: "),
-            ([], one + one, f"stdin, line 3: {again} stdin, line 1: "),
-            ([], one + other, "stdin has episodes of two systems, such as sample 0 of the task a")):
-        with pytest.raises(SystemExit, match=f"error: {why}"):
-            run(*flags, stdin=stdin)
-
-
 def test_names(run, tmp_path):
     """A file is named by its stem; a path may hold a =."""
-    rs = [episode("x", 1)]
+    rs = [episode("x")]
     (tmp_path / "runs" / "lr=1").mkdir(parents=True)
-    got, table = run("runs/lr=1/test.jsonl", "a=sweet.jsonl", "-", stdin=rs,
-                     **{"runs/lr=1/test": rs, "sweet": rs})
-    assert [r["system"] for r in got] == ["test", "a", "stdin"]
-    assert table.endswith("graded by honest rules\n")  # these are the same tasks
+    found, _ = run("runs/lr=1/test.jsonl", "a=sweet.jsonl", "-", stdin=rs,
+                   **{"runs/lr=1/test": rs, "sweet": rs})
+    assert [r["system"] for r in found] == ["test", "a", "stdin"]

@@ -21,7 +21,7 @@ from concurrent.futures import ThreadPoolExecutor
 sys.path.insert(0, os.path.join(os.path.dirname(__file__), "..", ".."))
 from colbench import (GraderError, Renderer, RenderError, agent_messages, cpus, environment,
                       extract_page, hidden_information, read_records, task_id)
-from evaluate import named_systems
+from evaluate import name_and_files
 from utils import fail, flag, parser, run
 
 TEMPLATE = os.path.join(os.path.dirname(os.path.abspath(__file__)), "report_page.html")
@@ -129,24 +129,24 @@ def render_pages(pages):
 
 
 def main(args):
-    systems = named_systems(args.files)
+    systems = [name_and_files(arg) for arg in args.files]
     tasks = {}                                           # {task id: {system: [record]}}
-    advantages = {system.name: [] for system in systems}
+    advantages = {name: [] for name, _ in systems}
     pages = {}                                           # {page: None}, in their order
-    for system in systems:
-        for path in system.files:
+    for name, files in systems:
+        for path in files:
             with open(path, encoding="utf-8") as f:
                 for record in read_records(f, "dialogue_history", "reward", source=path):
                     task = record["task"]
                     of_task = tasks.setdefault(task_id(task), {})
-                    of_task.setdefault(system.name, []).append(record)
-                    advantages[system.name] += advantages_of(record)
+                    of_task.setdefault(name, []).append(record)
+                    advantages[name] += advantages_of(record)
                     if environment(task).shows_pages:
                         pages[extract_page(record.get("answer"))] = None
                         pages[extract_page(hidden_information(task))] = None
     images = render_pages([page for page in pages if page])
     pictures = {page: number for number, page in enumerate(images)}
-    names = [system.name for system in systems]
+    names = [name for name, _ in systems]
     ranking = "Candidates are ranked by advantage"
     if args.logprob_weight:
         ranking += f" + {args.logprob_weight:g} x log-prob"
