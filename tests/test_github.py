@@ -91,7 +91,8 @@ def test_a_row_of_the_leaderboard(tmp_path):
     head, _, *rows = table.splitlines()
     assert rows and all(len(cells_of(row)) == len(cells_of(head)) for row in rows)
     results = [{"system": name, "version": "abc1234-dirty, python 3.11", "success": share,
-                "success_95": [share - 0.01, share + 0.01]}
+                "success_95": [share - 0.01, share + 0.01], "files": ["x"] * 5, "tasks": 400,
+                "episodes": 2000}
                for name, share in (("base", 0.2), ("rft", 0.5), ("sweet", 0.65), ("sweet2", 0.75))]
     row = succeed("tests/experiments/leaderboard.py", stdin=results).stdout
     filled = dict(zip(cells_of(head), cells_of(row), strict=True))
@@ -99,6 +100,11 @@ def test_a_row_of_the_leaderboard(tmp_path):
     assert filled["first round"] == "65.0 [64.0, 66.0]" and filled["RFT"] == "50.0 [49.0, 51.0]"
     assert filled["before training"] == "20.0 [19.0, 21.0]" and filled["commit"] == "abc1234-dirty"
     assert re.fullmatch(r"\d{4}-\d\d-\d\d", filled["date"])
+    assert filled["what changed"] == "what you changed"
+    for less in {"files": ["x"]}, {"tasks": 40}, {"episodes": 1999}:  # a rehearsal, failed episodes
+        few = [*results[:3], {**results[3], **less}]
+        row = succeed("tests/experiments/leaderboard.py", stdin=few).stdout
+        assert cells_of(row)[-1].startswith("NO ROW: ")
     done = script("tests/experiments/leaderboard.py", stdin=results[:2])
     assert done.returncode == 1 and "sweet2, sweet" in done.stderr and not done.stdout
 

@@ -2,8 +2,9 @@
 
     python tests/experiments/leaderboard.py < runs/seeds.jsonl
 
-The last column, what changed, is yours to write. A commit that ends in "-dirty" had uncommitted
-changes when seeds.sh evaluated it: commit them and run seeds.sh again.
+The last column, what changed, is yours to write. If a system lacks seeds, tasks or episodes, as in
+a rehearsal, that column says so instead. A commit that ends in "-dirty" had uncommitted changes
+when seeds.sh evaluated it: commit them and run seeds.sh again.
 """
 import datetime
 import json
@@ -15,6 +16,7 @@ sys.path.insert(0, os.path.join(os.path.dirname(__file__), "..", ".."))
 from utils import fail, parser, run  # noqa: E402
 
 SYSTEMS = "sweet2", "sweet", "rft", "base"  # in the row's order
+FULL_SIZE = "5 seeds, 400 tasks, 2000 episodes"
 
 
 def cell(result):
@@ -31,8 +33,13 @@ def main(args):
     commit = results["sweet"]["version"].split(",")[0]
     git = subprocess.run(["git", "config", "user.name"], capture_output=True, text=True)
     name = git.stdout.strip() or "your name"
+    sizes = {f"{len(r['files'])} seeds, {r['tasks']} tasks, {r['episodes']} episodes"
+             for r in results.values()}
+    changed = "what you changed"
+    if sizes != {FULL_SIZE}:
+        changed = f"NO ROW: {' or '.join(sorted(sizes))} instead of {FULL_SIZE}"
     cells = [*(cell(results[system]) for system in SYSTEMS), commit,
-             str(datetime.date.today()), name, "what you changed"]
+             str(datetime.date.today()), name, changed]
     print(f"| {' | '.join(cells)} |")
 
 
