@@ -79,8 +79,9 @@ def name_and_files(arg):
 
 def read_system(name, files, tasks):
     """Returns the System of these files. tasks: of all systems, see colbench.Seen."""
-    seen = Seen(tasks)
-    read = [episode for path in files for episode in read_file(path, seen)]
+    read, seen = [], Seen(tasks)
+    for path in files:
+        read += read_file(path, seen)
     episodes = [e for e in read if e.metrics]
     if not episodes:
         fail(f"all episodes of {name} failed")
@@ -92,7 +93,8 @@ def read_system(name, files, tasks):
     facts = {"settings": all_settings(episodes),
              "episodes": len(episodes),
              "distinct": len({(e.task, e.dialogue) for e in episodes}),
-             "failed": len({e.key for e in read} - {e.key for e in episodes})}
+             "failed": len({e.key for e in read} - {e.key for e in episodes}),
+             "tasks": len(means)}
     return System(name, files, means, facts)
 
 
@@ -127,7 +129,7 @@ def read_episode(file, record):
 
 
 def all_settings(episodes):
-    """Returns {setting: [its different values]}, in an order that is not that of the lines."""
+    """Returns {setting: [its different values, sorted]}."""
     found = defaultdict(list)
     for e in episodes:
         for name, value in e.settings.items():
@@ -171,8 +173,7 @@ def task_means(episodes, most_k):
 
 def result(system, first, metrics):
     """Returns the JSON record of a system. metrics: the names of all systems' metrics."""
-    out = {"system": system.name, "files": system.files, "version": version(), **system.facts,
-           "tasks": len(system.tasks)}
+    out = {"system": system.name, "files": system.files, "version": version(), **system.facts}
     for metric in metrics:
         values = [means[metric] for means in system.tasks.values() if metric in means]
         out |= mean_and_interval(metric, values, is_share=metric not in COUNTS)
@@ -183,17 +184,14 @@ def result(system, first, metrics):
 
 def minus_first(system, first):
     """Returns the mean differences from the first system, on the tasks that both have."""
-    common = [task for task in first.tasks if task in system.tasks]
-
-    def gaps(metric):
-        return [system.tasks[task][metric] - first.tasks[task][metric] for task in common
-                if metric in first.tasks[task]]
-
-    wins = [0.5 if abs(gap) < 1e-9 else float(gap > 0)  # 0.1 + 0.2 ties 0.3
-            for gap in gaps("tests_passed")]
-    return {"first": first.name, "tasks": len(common),
-            **mean_and_interval("success", gaps("success"), is_share=False),
-            **mean_and_interval("tests_passed", gaps("tests_passed"), is_share=False),
+    pairs = [(means, first.tasks[task]) for task, means in system.tasks.items()
+             if task in first.tasks]
+    success = [ours["success"] - theirs["success"] for ours, theirs in pairs if "success" in ours]
+    reward = [ours["tests_passed"] - theirs["tests_passed"] for ours, theirs in pairs]
+    wins = [0.5 if abs(gap) < 1e-9 else float(gap > 0) for gap in reward]  # 0.1 + 0.2 ties 0.3
+    return {"first": first.name, "tasks": len(pairs),
+            **mean_and_interval("success", success, is_share=False),
+            **mean_and_interval("tests_passed", reward, is_share=False),
             **mean_and_interval("wins", wins, is_share=True)}
 
 
@@ -281,7 +279,7 @@ def notes(results):
     if "reward_by" in first["settings"]:
         lines[0] += f" graded by {in_words(first['settings']['reward_by'])}"
     if any(not first["tasks"] == r["tasks"] == r["minus_first"]["tasks"] for r in others):
-        lines.append("NOT THE SAME TASKS: compare only the differences, which are of common tasks")
+        lines.append("NOT THE SAME TASKS: only the differences compare, which are of common ones")
     for name in sorted({name for r in results for name in r["settings"]} - {*SYSTEM, "seed"}):
         known = [(r["system"], r["settings"][name]) for r in results if name in r["settings"]]
         values = [value for _, of_system in known for value in of_system]

@@ -195,8 +195,9 @@ def check_table(results, table):
         for name, text in cells.items():
             metric = name.removesuffix(" %").removesuffix(" - first").replace(" ", "_")
             metric = {"reward": "tests_passed", "common": "tasks"}.get(metric, metric)
-            numbers = gaps if "first" in name or name in ("common", "wins %") else found
-            sign, scale = "+" if "first" in name else "", 100 if "%" in name or "first" in name else 1
+            is_gap = name.endswith(" - first")
+            numbers = gaps if is_gap or name in ("common", "wins %") else found
+            sign, scale = "+" if is_gap else "", 100 if is_gap or "%" in name else 1
             if metric in ("episodes", "distinct", "failed", "tasks"):
                 assert text == str(numbers[metric])
             elif numbers[metric] is None:

@@ -109,7 +109,7 @@ def main(args):
     if not results:
         fail("stdin has no results; did the previous stage fail?")
     metric = "success" if "success" in results[0] else "tests_passed"
-    axes.set_ylabel(f"{metric.replace('_', ' ')} %")
+    axes.set_ylabel("success %" if metric == "success" else "mean reward %")
     curves, lines = curves_and_lines(results, metric)
     if curves:
         draw_curves(axes, curves, lines, with_values=bool(args.table))
