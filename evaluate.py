@@ -4,7 +4,8 @@
     python evaluate.py base=base0.jsonl,base1.jsonl sweet=sweet0.jsonl,sweet1.jsonl  # two seeds
     ... | python collect.py ... | python colbench.py grade | tee base.jsonl | python evaluate.py
 
-    tests_passed  mean reward: share of hidden tests passed, or likeness of the web pages
+    tests_passed  mean reward ("reward" in the table): share of hidden tests passed, or likeness of
+                  the web pages
     success       share of episodes with reward 1 (not for frontend tasks)
     unanswered    share of episodes that end without an answer
     not_drawn     frontend: share of episodes whose page, or reference page, can't be rendered
@@ -71,10 +72,12 @@ class Episode(NamedTuple):
 
 def name_and_files(arg):
     """Returns (name, files) of FILE, whose stem is the name, or of NAME=FILE,FILE."""
-    name, equals, files = arg.partition("=")
-    if not equals or "/" in name:  # a file such as runs/lr=1/test.jsonl
-        name, files = os.path.splitext(os.path.basename(arg))[0], arg
-    return "stdin" if name == "-" else name, files.split(",")
+    if arg == "-":
+        return "stdin", ["-"]
+    if "=" not in arg:
+        return os.path.splitext(os.path.basename(arg))[0], [arg]
+    name, files = arg.split("=", 1)
+    return name, files.split(",")
 
 
 def read_system(name, files, tasks):
@@ -83,8 +86,6 @@ def read_system(name, files, tasks):
     for path in files:
         read += read_file(path, seen)
     episodes = [e for e in read if e.metrics]
-    if not episodes:
-        fail(f"all episodes of {name} failed")
     metrics = defaultdict(list)  # {task id: [{metric: value} of each episode]}
     for e in episodes:
         metrics[e.task].append(e.metrics)

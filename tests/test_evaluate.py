@@ -285,9 +285,11 @@ def test_two_tasks_of_one_id_are_not_compared(run):
 
 
 def test_names(run, tmp_path):
-    """A file is named by its stem; a path may hold a =."""
+    """A file is named by its stem. A path may hold a = if a name is given."""
     rs = [episode("x")]
-    (tmp_path / "runs" / "lr=1").mkdir(parents=True)
-    found, _ = run("runs/lr=1/test.jsonl", "a=sweet.jsonl", "-", stdin=rs,
-                   **{"runs/lr=1/test": rs, "sweet": rs})
-    assert [r["system"] for r in found] == ["test", "a", "stdin"]
+    (tmp_path / "lr=1").mkdir()
+    (tmp_path / "runs").mkdir()
+    found, _ = run("runs/test.jsonl", "a=lr=1/x.jsonl", "-", stdin=rs,
+                   **{"runs/test": rs, "lr=1/x": rs})
+    assert [(r["system"], r["files"]) for r in found] == [
+        ("test", ["runs/test.jsonl"]), ("a", ["lr=1/x.jsonl"]), ("stdin", ["-"])]
