@@ -6,12 +6,12 @@
 #   SEEDS="1 2" MODEL=DIR FLAGS="--dtype bf16" bash tests/experiments/compare.sh real
 #
 # A setup is a base, with its tasks:
-#   plain            the quickstart's; 20 minutes a seed, and two seeds at a time on two cores
+#   plain            the quickstart's
 #   early            a base that answers early, and fewer tasks
 #   long             functions with four or five slots, ten turns
 #   spelled, words   a waiter's orders (orders.py), which the base spells, or has as tokens
 #   pages            toy web pages, after the installs of MANUAL.md, "Frontend Design"
-#   real             SmolLM2-135M (MODEL), four hours a seed; policies start at RFT's
+#   real             SmolLM2-135M (MODEL), hours a seed; policies start at RFT's
 # METHODS are rft, mtdpo (--loss of train_policy.py), or SWEET-RL by the candidates' scores of
 #   eq3              train_critic.py
 #   agent            the same with --ref_context agent
@@ -197,7 +197,7 @@ names() {  # of the table's rows
 }
 table() {  # SETUP
   local files="runs/compare/$1/%s/test-NAME.jsonl\n"
-  python evaluate.py $(for m in $(names | awk '!seen[$0]++'); do
+  python $code/evaluate.py $(for m in $(names | awk '!seen[$0]++'); do
       echo $m=$(printf "${files/NAME/$m}" $SEEDS | paste -sd,)
     done) >> runs/results.jsonl
 }
