@@ -210,7 +210,7 @@ NO_FORM = {  # what is told: lines, of which all must be refused
                         {"messages": CHOSEN, "rejected": "Water."}],
     "is not text": [{"prompt": [{**RIVER, "content": [part]}], "chosen": "b", "rejected": "c"}
                     for part in ({"text": None}, {"type": "image"})],
-    "unknown role": [{"prompt": [{"role": "tool", "content": "4"}], "chosen": "b", "rejected": "c"}],
+    "unknown role": [{**GOOD, "prompt": [{"role": "tool", "content": "4"}]}],
     "other messages than the prompt": [{**GOOD, "prompt": "Name a lake."}],
     "chosen and rejected are the same": [{"chosen": CHOSEN, "rejected": CHOSEN}],
     "chosen has two messages of the assistant in a row": [{**GOOD, "chosen": [*CHOSEN, WATER]}],

@@ -4,7 +4,7 @@
         python train_policy.py --loss mtdpo --model runs/base --out runs/mine
     python tests/experiments/preferences.py < chats.jsonl |
         python train_policy.py --loss rft --model runs/base --out runs/mine
-    python tests/experiments/preferences.py < colbench_code_offline_15k_llama8b.jsonl > episodes.jsonl
+    python tests/experiments/preferences.py < published.jsonl > episodes.jsonl
 
 A pair becomes two trajectories, the chosen side with reward 1 and the rejected side with reward 0,
 and a chat becomes one with reward 1. A task is what was said before the assistant's first message,
@@ -22,7 +22,7 @@ The field reasoning_content becomes a <think> block in content. --thinking 1, or
 enabled, for answers that contain thoughts. Other columns and fields are named and dropped, or, if
 they may change the prompt or the loss, refused. Any other line is an error.
 
-A published trajectory has `dialogue_history`. Its form is known only from the code that wrote it:
+A published trajectory (colbench_code_offline_15k_llama8b.jsonl) has `dialogue_history`. Its form is known only from the code that wrote it:
 there the instructions are in each message's `input`, in another template, and the first message is
 the description alone. Here the first message is first_message(task, --max_turns), `input` is
 dropped, and a task's trajectories are numbered by `sample`. It has no candidates, which --loss dpo

@@ -1,7 +1,7 @@
-"""Prints what a trainer trains on, with the trained tokens marked: all of its input, or one step.
+"""Prints what a trainer trains on, with the trained tokens marked: its whole input, or a step's.
 
     python tests/experiments/show.py train_policy.py --loss rft --all 1 --model M < demos.jsonl
-    python tests/experiments/show.py runs/critic 48 < graded.jsonl    # step 48, where the loss jumps
+    python tests/experiments/show.py runs/critic 48 < graded.jsonl   # step 48, where the loss jumps
 
 The first form is a trainer's command, whose own functions read stdin and make the pairs. Nothing is
 trained, and --out is not touched. The second form computes the batches of a run again, from the
@@ -48,7 +48,7 @@ def marked(tokenizer, turns, side):
     for turn in turns:
         shared = common_prefix(so_far, turn.prompt)
         if shared < len(so_far):
-            text += f"\n... the next prompt shares {shared} tokens with the text above, then reads\n"
+            text += f"\n... the next prompt shares {shared} tokens with the text above, then is\n"
         text += decode(turn.prompt[shared:]) + before + decode(turn.action) + after
         so_far = turn.prompt + turn.action
     return text
