@@ -1,4 +1,13 @@
-"""What the tests share: running a script, a tiny untrained model, a few of its episodes."""
+"""What the tests share: running a script, a tiny untrained model, a few of its episodes.
+
+A test starts a program by `script(name, *flags, stdin=...)`, or by `succeed` if it must end well.
+The program runs in a fork of a process that has torch loaded (forks.py), which saves seconds; it may
+be killed, or run on several ranks. `shell(command, in_forks=1)` does that for the programs of a bash
+command. A test that needs no process calls main() here, as the fixtures `playing` and `grading` do.
+Only what needs a terminal or another Python starts a process of its own.
+
+The processes of `pytest -n 2` share nothing: each has a server of forks, a model and folders.
+"""
 import contextlib
 import functools
 import glob
@@ -39,6 +48,13 @@ def pytest_configure(config):
     config.addinivalue_line("markers", "full: slow; runs with FULL=1 in the environment")
     if not FULL:
         config.option.markexpr = "not full"
+
+
+def pytest_terminal_summary(terminalreporter):
+    """Says once, in `pytest -q`, too, what was skipped and why."""
+    skipped = [report.longrepr[2] for report in terminalreporter.stats.get("skipped", ())]
+    for reason in sorted(set(skipped)):
+        terminalreporter.write_line(f"{reason} ({skipped.count(reason)} times)")
 
 
 @functools.cache

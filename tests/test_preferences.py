@@ -10,6 +10,7 @@ import pytest
 import model as M
 import train_critic
 import train_policy
+from colbench import agent_messages, first_message
 from conftest import (agent_texts, change_json, dialogue, key_of, lines, read_by, records, script,
                       stdin_of, turns_of)
 from experiments import preferences
@@ -203,44 +204,39 @@ def test_chats_become_demonstrations(tiny_dir):
 
 
 GOOD = {"chosen": CHOSEN, "rejected": REJECTED}
-NO_FORM = {
-    "its columns are prompt, completion, label": {"prompt": "a", "completion": "b", "label": True},
-    "a part of content is not text": {"prompt": [{**RIVER, "content": [{"text": None}]}],
-                                     "chosen": "b", "rejected": "c"},
-    "for tools see TRL": {"tools": [{}], "prompt": "a", "chosen": "b", "rejected": "c"},
-    "every message has the same weight": {"prompt": "a", "chosen": [{**ELBE, "weight": 0}],
-                                          "rejected": "c"},
-    "is not text": {"prompt": [{**RIVER, "content": [{"type": "image"}]}], "chosen": "b",
-                   "rejected": "c"},
-    "unknown role": {"prompt": [{"role": "tool", "content": "4"}], "chosen": "b", "rejected": "c"},
-    "other messages than the prompt": {"prompt": "Name a lake.", "chosen": CHOSEN,
-                                       "rejected": REJECTED},
-    "chosen and rejected are the same": {"chosen": CHOSEN, "rejected": CHOSEN},
-    "chosen has two messages of the assistant in a row": {**GOOD, "chosen": [*CHOSEN, WATER]},
-    "starts with the assistant": {"prompt": [ELBE, RIVER], "chosen": "b", "rejected": "c"},
-    "rejected has no message of the assistant": {**GOOD, "rejected": [RIVER]},
-    "its columns are messages, label": {"messages": CHOSEN, "label": False},
-    "its columns are messages, rejected": {"messages": CHOSEN, "rejected": "Water."},
-    "'The Elbe.' is no dialogue, and has no prompt before it": {"chosen": "The Elbe.",
-                                                               "rejected": "Water."},
-    "'Water.' is not a message": {"messages": CHOSEN, "rejected_response": ["Water.", "Rain."]},
-    "chosen has no message of the assistant": {"messages": [RIVER], "rejected_response": "Water."},
-    "history has ['a'], which is not [question, answer]": {
-        "prompt": "a", "history": [["a"]], "chosen": "b", "rejected": "c"},
-    "the column 'history' may belong to the prompt": {**GOOD, "history": [["a", "b"]]},
-    "the column 'images' may belong to the prompt": {**GOOD, "images": ["cat.png"]},
-    "the column 'Chat-History' may belong to the prompt": {**GOOD, "Chat-History": "x"},
-    "the field 'audio' may belong to the prompt": {**GOOD, "chosen": [
-        {**RIVER, "audio": {"path": "a.wav"}}, ELBE]},
-    "two different system messages": {"prompt": "a", "system": "Be brief.", "chosen": [
-        {**SYSTEM, "content": "Be long."}, {**RIVER, "content": "a"}, ELBE], "rejected": "c"},
-    "not a JSON object": [1]}
+NO_FORM = {  # what is told: lines, of which all must be refused
+    "its columns are": [{"prompt": "a", "completion": "b", "label": True},
+                        {"messages": CHOSEN, "label": False},
+                        {"messages": CHOSEN, "rejected": "Water."}],
+    "is not text": [{"prompt": [{**RIVER, "content": [part]}], "chosen": "b", "rejected": "c"}
+                    for part in ({"text": None}, {"type": "image"})],
+    "unknown role": [{**GOOD, "prompt": [{"role": "tool", "content": "4"}]}],
+    "other messages than the prompt": [{**GOOD, "prompt": "Name a lake."}],
+    "chosen and rejected are the same": [{"chosen": CHOSEN, "rejected": CHOSEN}],
+    "chosen has two messages of the assistant in a row": [{**GOOD, "chosen": [*CHOSEN, WATER]}],
+    "starts with the assistant": [{"prompt": [ELBE, RIVER], "chosen": "b", "rejected": "c"}],
+    "has no message of the assistant": [{**GOOD, "rejected": [RIVER]},
+                                        {"messages": [RIVER], "rejected_response": "Water."}],
+    "is no dialogue, and has no prompt before it": [{"chosen": "The Elbe.", "rejected": "Water."}],
+    "'Water.' is not a message": [{"messages": CHOSEN, "rejected_response": ["Water.", "Rain."]}],
+    "history has ['a'], which is not": [{"prompt": "a", "history": [["a"]], "chosen": "b",
+                                         "rejected": "c"}],
+    "may change the prompt or the loss": [
+        *({**GOOD, name: value} for name, value in (
+            ("history", [["a", "b"]]), ("images", ["cat.png"]), ("Chat-History", "x"),
+            ("tools", [{}]), ("weight", 0.5), ("loss", False))),
+        *({**GOOD, "chosen": [{**RIVER, "audio": {"path": "a.wav"}}, message]}
+          for message in (ELBE, {**ELBE, "weight": 0}, {**ELBE, "tool_calls": [{}]}))],
+    "two different system messages": [{"prompt": "a", "system": "Be brief.", "chosen": [
+        {**SYSTEM, "content": "Be long."}, {**RIVER, "content": "a"}, ELBE], "rejected": "c"}],
+    "not a JSON object": [[1]]}
 
 
 @pytest.mark.parametrize("message", NO_FORM)
 def test_another_form_is_named_by_its_line(message):
-    with pytest.raises(SystemExit, match=f"^error: stdin, line 2: .*{re.escape(message)}"):
-        convert([FORMS["HH"][0], NO_FORM[message]])
+    for line in NO_FORM[message]:
+        with pytest.raises(SystemExit, match=f"^error: stdin, line 2: .*{re.escape(message)}"):
+            convert([FORMS["HH"][0], line])
 
 
 @pytest.fixture
@@ -317,3 +313,39 @@ def test_a_conversation_that_the_template_refuses_is_named_by_its_beginning(othe
     with pytest.raises(SystemExit, match="--model's chat template rejects the task \"Name a "
                                          "river.\" .*: no system"):
         groups_of([GOOD, {**GOOD, "chosen": [SYSTEM, *CHOSEN]}], model=model)
+
+
+# --- ColBench's published trajectories ------------------------------------------------------------
+
+def published(n, solved):
+    """As the code that wrote the file does: two messages of the agent, with their `input`."""
+    code = f"def price(x):\n    return x * {n} + {17 * solved}"
+    said = [("Let me ask. OUTPUT: What is the rate?", " What is the rate?"),
+            (f"I know enough. OUTPUT: I WANT TO ANSWER:\n{code}", f" I WANT TO ANSWER:\n{code}")]
+    ask, answer = ({"role": "assistant", "content": content, "output": output, "input": "<s>..."}
+                   for output, content in said)
+    description = f"I need price{n}(x), the price of x."
+    return {"task": {"problem_description": description, "test_cases": {"test1": "price(3)"},
+                     "ground_truth": f"def price(x):\n    return x * {n} + 17"},
+            "dialogue_history": [{"role": "user", "content": description}, ask,
+                                 {"role": "user", "content": f"It is {n}."}, answer],
+            "answer": code, "reward": float(solved)}
+
+
+def test_both_trainers_read_what_a_published_agent_wrote(tiny_dir):
+    """After the instructions of a record. The trajectories of a task are not in a row."""
+    given = [published(n, solved) for solved in (1, 0) for n in (2, 3)]
+    rs = convert(given, "--max_turns", 7)
+    assert [r["sample"] for r in rs] == [0, 0, 1, 1]
+    for old, new in zip(given, rs, strict=True):
+        assert new["dialogue_history"][0] == first_message(new["task"], 7)
+        for m, n in zip(agent_messages(old), agent_messages(new), strict=True):
+            assert n == {name: m[name] for name in m if name != "input"}
+    for trainer, flags, n in ((train_critic, [], 1),  # which holds one task out
+                              (train_policy, ["--loss", "mtdpo"], 2),
+                              (train_policy, ["--loss", "rft"], 2)):
+        groups, _ = read_by(rs, trainer, "--model", tiny_dir, *flags)
+        assert sum(map(len, groups)) == n
+    given[1]["dialogue_history"][0]["content"] = "Hello"
+    with pytest.raises(SystemExit, match="line 2: the first message is not the task's description"):
+        convert(given)

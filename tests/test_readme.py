@@ -45,11 +45,13 @@ def commands(text):
     text = re.sub(r"\$\([^()]*\)", "X", re.sub(r"\\\n|(?<=\|)\n", " ", text))
     for line in text.splitlines():
         for part in re.split(r"\s[|]\s*|\s(?:[<>]|>>)\s|;|&&|\s#|\)", line + " "):
-            found = re.search(rf"\b({'|'.join(SCRIPTS)})\.py\s+(.*)", part + " ")
+            found = re.search(r"\b(?:python|train|torchrun .*) (?:\S*/)?"
+                              rf"({'|'.join(SCRIPTS)})\.py\s+(.*)", part + " ")
             if found and not part.lstrip().startswith(("|", "`")):
                 argv = [a for a in shlex.split(found[2]) if a not in ('"$@"', "$@", "...", "…")]
                 # a variable is some flag's value, or else several flags
-                yield found[1], [re.sub(r"^\$\w+$", "1", a) for before, a in zip(["-", *argv], argv)
+                yield found[1], [re.sub(r"^\$(\w+|{.*})$", "1", a)
+                                 for before, a in zip(["", *argv], argv)
                                  if before.startswith("-") or not a.startswith("$")]
 
 
@@ -74,11 +76,8 @@ def test_commands_parse(name, argv, monkeypatch):
 
 @pytest.mark.parametrize("path", glob.glob(f"{ROOT}/tests/**/*.sh", recursive=True))
 def test_a_script_fails_if_any_stage_of_a_pipe_does(path):
-    """Its first commands set pipefail, or source a script that does."""
     commands = re.sub(r"^ *#.*\n", "", Path(path).read_text(), flags=re.M)
-    sourced = r"\. tests/experiments/(common|compare)\.sh\n"
-    assert "|" not in re.split(rf"set -euo pipefail|{sourced}", commands)[0].replace("||", "")
-    assert re.search(f"^(set -euo pipefail|{sourced})", commands, re.M)
+    assert re.match(r"\s*set -euo pipefail\n", commands)
 
 
 def test_a_block_fails_if_any_stage_of_a_pipe_does():
@@ -465,65 +464,59 @@ def test_the_manuals_pages(folder):
     pytest.importorskip("playwright", reason="no playwright (MANUAL.md, \"Frontend Design\")")
     if not any(map(shutil.which, BROWSERS)) or not os.path.exists(f"{CACHE}/tailwind.min.css"):
         pytest.skip("no Chromium, or no Tailwind sheet (MANUAL.md, \"Frontend Design\")")
-    tiny = folder / "runs" / "pages0" / "tiny"
-    tiny.parent.mkdir()
+    tiny = folder / "runs" / "compare" / "pages" / "0" / "tiny"
+    tiny.parent.mkdir(parents=True)
     save(toy.tiny_model(demos(200, of=toy_pages), 0, toy_pages.PIECES), tiny)
     tiny.with_suffix(".log").touch()  # made already
-    small = "ROWS=regression@0 SEEDS=0 N=6 TESTS=1 DEMOS=800"
-    run(f"{small} bash tests/experiments/pages.sh", folder)
-    results = records((folder / "runs" / "pages.jsonl").read_text())
-    assert [r["system"] for r in results] == ["regression@0", "base", "rft", "mtdpo"]
+    small = "METHODS='regression@0 rft' SEEDS=0 N=6 TESTS=1 DEMOS=800"
+    run(f"{small} bash tests/experiments/compare.sh pages", folder)
+    results = records((folder / "runs" / "results.jsonl").read_text())
+    assert [r["system"] for r in results] == ["regression@0", "rft", "base"]
 
 
 @pytest.mark.full
-def test_the_orders(folder, monkeypatch):
-    """An environment of one's own in a copy of the scripts, with both critics, in small."""
+def test_methods_are_compared_on_a_kind_of_task_of_ones_own(folder, monkeypatch):
+    """A waiter's orders in small: both critics, the better one of them, and second rounds."""
     monkeypatch.setitem(colbench.ENVIRONMENTS, "orders", None)  # orders.py makes it known here, too
     orders = runpy.run_path(f"{ROOT}/tests/experiments/orders.py")
-    seed = folder / "runs" / "orders" / "runs" / "seed0"
+    seed = folder / "runs" / "compare" / "spelled" / "0"
     seed.mkdir(parents=True)
-    save(toy.tiny_model(orders["demos"](SimpleNamespace(n=200, seed=0, shown=0.5))), seed / "toy")
-    (seed / "toy.log").touch()  # made already
-    small = "SEEDS=0 PARTS=spelled N=10 TESTS=1 DEMOS=300"
-    run(f"{small} bash tests/experiments/orders.sh", folder)
-    results = records((seed.parent / "results.jsonl").read_text())
-    assert [r["system"] for r in results] == ["base", "eq3-mix1", "eq3@0.1", "untrained-mix1",
-                                              "untrained@0.1"]
+    save(toy.tiny_model(orders["demos"](SimpleNamespace(n=200, seed=0, shown=0.5))), seed / "tiny")
+    (seed / "tiny.log").touch()  # made already
+    methods = ["eq3-rft", "untrained@0.3", "better", "rft-rft"]
+    run(f"SEEDS=0 N=10 TESTS=1 DEMOS=300 METHODS='{' '.join(methods)}' "
+        "bash tests/experiments/compare.sh spelled", folder)
+    results = records((folder / "runs" / "results.jsonl").read_text())
+    assert [r["system"] for r in results] == [*methods, "eq3", "rft", "base"]
+    assert results[0]["episodes"] == 4
 
-    # recipe.sh takes these episodes and scores on to its second round
-    methods = ["untrained", "recipe", "eq3-rft", "rft"]
-    run(f"{small} METHODS='{' '.join(methods)}' bash tests/experiments/recipe.sh spelled", folder)
-    results = records((seed.parent / "recipe.jsonl").read_text())
-    assert [r["system"] for r in results] == [*(f"{m}-2" for m in methods), *methods, "base"]
-    part = seed / "spelled"
-    scored = f"{part}/scored-{{eq3,untrained}}.jsonl"
-    chosen = run(f"python tests/experiments/choose_critic.py {scored}", folder / "runs" / "orders")
-    critic = re.search(r"scored-(\w+)\.jsonl\n$", chosen.stdout)[1]
-    for copy, of in [("test-recipe", f"test-{critic}"), ("test-eq3-rft", "test-eq3"),
-                     ("test-recipe-2", f"again-{critic}/test-rft"),
-                     ("test-eq3-rft-2", "again-eq3/test-rft"),
-                     ("test-untrained-2", "again-untrained/test-untrained"),
-                     ("test-rft-2", "again-rft/test-rft")]:
-        assert (part / f"{copy}.jsonl").read_text() == (part / f"{of}.jsonl").read_text()
-    for first in "eq3", "rft":
-        flags = metrics(part / f"again-{first}" / "rft")[0]["args"]
-        assert flags["loss"] == "rft" and Path(flags["model"]) == Path("runs/seed0/spelled", first)
-    for first in "untrained", "eq3", "rft":
-        episodes = records((part / f"again-{first}" / "train.jsonl").read_text())
-        assert (first == "untrained") == any("candidates" in message for r in episodes
-                                             for message in colbench.agent_messages(r))
+    scored = [seed / f"scored-{name}.jsonl" for name in ("eq3", "untrained", "better")]
+    chosen = run(f"python tests/experiments/choose_critic.py {scored[0]} {scored[1]}",
+                 folder / "runs" / "compare" / "orders").stdout.strip()
+    assert Path(chosen).read_text() == scored[2].read_text()
+    flags = {name: metrics(seed / name)[0]["args"]
+             for name in ("eq3", "untrained@0.3", "better", "eq3-rft", "rft", "rft-rft")}
+    assert {name: (args["loss"], Path(args["model"]).name, args["logprob_weight"])
+            for name, args in flags.items()} == {
+        "eq3": ("dpo", "base", 0.1), "untrained@0.3": ("dpo", "base", 0.3),
+        "better": ("dpo", "base", 0.1), "rft": ("rft", "base", 0), "eq3-rft": ("rft", "eq3", 0),
+        "rft-rft": ("rft", "rft", 0)}
+    for name in "train", "again-eq3":
+        episodes = records((seed / f"{name}.jsonl").read_text())
+        assert (name == "train") == any("candidates" in m for r in episodes
+                                        for m in agent_messages(r))
+    log = (folder / "runs" / "compare.log")
+    assert "error" not in log.read_text()
+    again = run(f"SEEDS=0 METHODS='{' '.join(methods)}' bash tests/experiments/compare.sh spelled",
+                folder)  # all is there
+    assert "rft-rft" in again.stderr and "spelled/0/test" not in again.stderr
 
 
-def test_the_real_models_episodes_resume_with_one_half_complete(folder):
-    """graded_episodes of real_model.sh, whose other half has lost its last episode."""
-    runs = folder / "runs"
-    tasks = {key_of(r)[0]: r["task"] for r in records((runs / "train.jsonl").read_text())}
-    (runs / "tasks.jsonl").write_text(lines(list(tasks.values())[:3]))
-    command = ("FLAGS= seed=0 dir=runs; . tests/experiments/real_model.sh; "
-               "graded_episodes test runs/base runs/tasks.jsonl -k 2")
-    first = records(run(command, folder).stdout)
-    half = runs / "test.1"
-    half.write_text("".join(half.read_text().splitlines(True)[:-1]))
-    (runs / "test.1.done").unlink()
-    again = records(run(command, folder).stdout)
-    assert len(first) == 6 and sorted(map(key_of, again)) == sorted(map(key_of, first))
+def test_a_comparison_says_why_it_fails(folder):
+    """Not with status 1 and silence: which setups there are, or the last lines of the programs."""
+    compare = "bash tests/experiments/compare.sh"
+    for wrong in "", "plain nosuch":
+        done = shell(f"{compare} {wrong}", cwd=folder)
+        assert done.returncode == 2 and "spelled, words" in done.stderr
+    done = shell(f"SEEDS='0 1' FLAGS=--nosuch DEMOS=20 {compare} plain", cwd=folder, in_forks=1)
+    assert done.returncode and "unrecognized arguments: --nosuch" in done.stderr

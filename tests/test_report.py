@@ -312,3 +312,27 @@ def test_a_table_is_plotted(tmp_path):
     for stdin, said in ("", "no table below"), (f"<!-- t -->\n{table}|c|1|x|2|", "a cell 'x'"):
         done = script(*figure, stdin=stdin)
         assert done.returncode == 1 and said in done.stderr
+
+
+def test_the_metrics_of_both_sides_of_a_policy_are_in_one_plot(tmp_path, monkeypatch):
+    """Each other metric has a plot of its own; a run without a metric is not in its legend."""
+    figures = pytest.importorskip("matplotlib.figure", reason="matplotlib is not installed")
+    from experiments import plot
+    rows = {"policy": [{"step": n, "chosen_change": n / 2, "rejected_change": -n} for n in (0, 1)],
+            "critic": [{"step": 0, "loss": 3.0}]}
+    for name, steps_of in rows.items():
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "metrics.jsonl").write_text(lines([{"args": {}}, *steps_of]))
+    drawn, legends, runs = {}, {}, [str(tmp_path / name) for name in rows]
+
+    def keep(figure, *_, **__):
+        for axes in figure.axes:
+            drawn[axes.get_title()] = [(list(line.get_ydata()), line.get_linestyle(),
+                                        line.get_color()) for line in axes.lines]
+            legends[axes.get_title()] = [text.get_text() for text in axes.get_legend().texts]
+
+    monkeypatch.setattr(figures.Figure, "savefig", keep)
+    plot.main(plot.get_args(["m.png", "--runs", *runs]))
+    assert drawn.keys() == legends.keys() == {"loss", plot.BOTH_SIDES}
+    assert drawn[plot.BOTH_SIDES] == [([0, 0.5], "-", "C0"), ([0, -1], "--", "C0")]
+    assert legends == {"loss": runs[1:], plot.BOTH_SIDES: runs[:1]}

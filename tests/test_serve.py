@@ -14,7 +14,7 @@ import model as M
 import toy
 import train_policy
 from colbench import first_message, message_texts, read_action, with_hidden
-from conftest import HUMAN, demos, read_by, records, script, succeed
+from conftest import HUMAN, demos, lines, metrics, read_by, records, script, succeed
 from test_collect_endpoints import Server, chat
 
 DATE = "{{ strftime_now('%d %b %Y') }}"
@@ -78,6 +78,13 @@ def test_an_episode_served_as_the_card_says_is_that_of_collect(begin, end, tiny_
     command = shlex.split(re.search(r"```bash\n(vllm serve .*)\n```", card)[1])
     assert opening == [first_message(given[0]["task"], turns)] and turns == 5
     assert "26 Jul 2024" in card
+    name = command[command.index("--served-model-name") + 1]
+    other = shutil.copytree(out, tmp_path / "other" / "out")  # another run, of that folder's name
+    rows = metrics(out)
+    rows[0]["args"]["lr"] = 1e-3
+    (other / "metrics.jsonl").write_text(lines(rows))
+    succeed("tests/experiments/card.py", other, stdin=given)
+    assert name.startswith("out-") and name not in (other / "README.md").read_text()
     server = served(out, command)
 
     ask(server.url, opening)

@@ -6,16 +6,20 @@ import subprocess
 import sys
 from itertools import chain
 
+import pytest
 from transformers import AutoTokenizer
+
 
 import train_critic
 import train_policy
 from colbench import agent_messages
-from conftest import CPU, ROOT, complaint, demos, lines, read_by, script, succeed
+from conftest import (CPU, ROOT, complaint, demos, lines, metrics, read_by, script, stdin_of, steps,
+                      succeed, train)
+from experiments import show
 
 SHOW = "tests/experiments/show.py"
-HEADING = re.compile(r"^--- task (.*), pair (\d+) of (\d+), (\w+): (\d+) messages, (\d+) trained "
-                     r"tokens ---\n", re.M)
+HEADING = re.compile(r"^--- pair (\d+) of (\d+), (\w+): (\d+) messages, (\d+) trained tokens ---\n",
+                     re.M)
 
 
 def shown(stdout):
@@ -35,15 +39,15 @@ def test_demonstrations_are_those_of_transformers_with_each_message_marked(tiny_
     given, tokenizer = demos(8), AutoTokenizer.from_pretrained(tiny_dir)
     done = succeed(SHOW, "train_policy.py", "--loss", "rft", "--all", 1, "--model", tiny_dir,
                    stdin=given)
-    want = {r["task"]["id"]: r["dialogue_history"] for r in given}
+    want = {rendered(tokenizer, r["dialogue_history"]): r["dialogue_history"] for r in given}
     sides = shown(done.stdout)
-    assert len(sides) == len(given) and len(want) == len(given)
-    for (task, i, n, side, messages, trained), text in sides:
-        history = want[task]
+    assert len(sides) == len(given) == len(want)
+    for number, ((i, n, side, messages, trained), text) in enumerate(sides, 1):
         marks = re.findall(r"\[\[(.*?)\]\]", text, re.S)
+        history = want.pop(re.sub(r"\[\[|\]\]", "", text))
         agent = [m["content"] + "<|end|>" for m in history if m["role"] == "assistant"]
-        assert (i, n, side, int(messages)) == ("1", "1", "chosen", len(agent)) and marks == agent
-        assert re.sub(r"\[\[|\]\]", "", text) == rendered(tokenizer, history)
+        assert (int(i), int(n), side, int(messages)) == (number, len(given), "chosen", len(agent))
+        assert marks == agent
         ids = [tokenizer(mark, add_special_tokens=False)["input_ids"] for mark in marks]
         assert int(trained) == sum(map(len, ids))
 
@@ -51,10 +55,10 @@ def test_demonstrations_are_those_of_transformers_with_each_message_marked(tiny_
 def test_both_sides_are_those_of_the_trainers_pairs(ranked, tiny_dir):
     """Of the critic, which reads the reference, and of the policy, whose pairs are candidates."""
     tokenizer = AutoTokenizer.from_pretrained(tiny_dir)
-    for trainer, flags in ((train_critic, ["--held_out", 0]), (train_policy, [])):
+    for trainer, flags in ((train_critic, ["--held_out", 0.4]), (train_policy, [])):
         flags = [*flags, "--model", tiny_dir]
         done = succeed(SHOW, trainer.__name__ + ".py", *flags, stdin=ranked)
-        pairs = [*chain(*read_by(ranked, trainer, *flags)[0])]
+        pairs = [*chain(*read_by(ranked, trainer, *flags)[0])]  # those held out are left out
         want = [(side, turns) for pair in pairs
                 for side, turns in (("chosen", pair.chosen), ("rejected", pair.rejected))]
         got = shown(done.stdout)
@@ -83,9 +87,7 @@ def test_a_prompt_that_drops_earlier_text_is_said_to_differ(tiny_dir, tmp_path):
     tokenizer.chat_template = tokenizer.chat_template.replace(
         "m['content']", "m['content'].split('</think>')[-1]")
     assert "split" in tokenizer.chat_template
-    from model import find_model
     tokenizer.save_pretrained(tmp_path)
-    find_model(tiny_dir)
     for name in ("config.json", "generation_config.json"):
         (tmp_path / name).write_bytes(open(f"{tiny_dir}/{name}", "rb").read())
     given = next(r for r in demos(50) if len(agent_messages(r)) == 2)
@@ -122,7 +124,46 @@ def test_a_terminal_has_colours(tiny_dir):
 
 
 def test_errors_are_those_of_the_trainer(tiny_dir):
-    complaint(script(SHOW, "evaluate.py"), "evaluate.py is no trainer: give train_policy.py or")
     done = script(SHOW, "train_critic.py", "--model", tiny_dir, stdin=demos(2))
     assert done.returncode and "error: " in done.stderr.splitlines()[-1]
-    assert "put it before a trainer's command" in succeed(SHOW).stdout.lower()
+    for wrong in ([], ["evaluate.py"], ["runs/critic", "x"]):
+        assert "Prints what a trainer trains on" in script(SHOW, *wrong).stderr
+
+
+def test_the_pairs_of_all_steps_are_those_that_were_trained(ranked, tiny_dir, tmp_path, capsys):
+    """Each epoch's are all of the data's. A step's tokens are those that its row counts."""
+    flags = ["--model", tiny_dir, "--batch_size", 5, "--epochs", 2, "--seed", 3]
+    out = tmp_path / "out"
+    train(ranked, "train_policy.py", *flags, "--out", out)
+    pairs = [*chain(*read_by(ranked, train_policy, *flags)[0])]
+    found = []
+    for step, row in enumerate(steps(out)):
+        with stdin_of(ranked):
+            args, batch = show.pairs_of_step(str(out), step)
+        assert args.seed == 3 and len(batch) <= 5
+        turns = {turn for pair in batch for turn in (*pair.chosen, *pair.rejected)}
+        prefixes = {(turn.prompt + turn.action)[:n + 1]
+                    for turn in turns for n in range(len(turn.prompt + turn.action))}
+        assert row["tokens"] == len(prefixes)  # of their tree
+        found += batch
+    n = len(pairs)
+    assert len(found) == 2 * n and sorted(found[:n]) == sorted(found[n:]) == sorted(pairs)
+    assert found[:n] != found[n:]
+    with stdin_of(ranked):
+        show.main([str(out), "1"])
+    printed = shown(capsys.readouterr().out)
+    assert [int(trained) for (*_, trained), _ in printed] == [
+        len(side[0].action) for pair in found[5:10] for side in (pair.chosen, pair.rejected)]
+
+
+def test_other_data_or_steps_have_no_pairs(ranked, tiny_dir, tmp_path):
+    out = tmp_path / "out"
+    train(ranked, "train_critic.py", "--model", tiny_dir, "--out", out)
+    n = metrics(out)[0]["steps"]
+    for run, step, why in ((out, n, f"no step {n}: the run in {out} has {n}, counted from 0"),
+                           (tmp_path, 0, f"in {tmp_path} has 0,")):
+        with pytest.raises(SystemExit, match=why):
+            show.pairs_of_step(str(run), step)
+    ranked[0]["dialogue_history"][1]["content"] = "another question"
+    del ranked[0]["dialogue_history"][1]["token_ids"]
+    complaint(script(SHOW, out, 0, stdin=ranked), "stdin is not the data of the run in")

@@ -37,6 +37,15 @@ def play(outputs, **extras):
     return step["metadata"], rewards, read
 
 
+def with_nulls(x, r):
+    """x with fields that are None at any depth, as a round trip through a data set leaves them."""
+    if isinstance(x, dict):
+        more = {name: None for name in ("hidden_information", "agent_prompt", "test99", "kind")
+                if r.random() < 0.5}
+        return more | {name: with_nulls(value, r) for name, value in x.items()}
+    return [with_nulls(item, r) for item in x] if isinstance(x, list) else x
+
+
 def script_of(task, r, end):
     """Messages of an agent whose episode has this kind of ending, in at most 4 turns."""
     questions = "which rate?", "<think>hm</think>what is the fee?", "cap? OUTPUT: which cap?"
@@ -76,6 +85,8 @@ def test_each_kind_of_ending_is_as_collect_and_grade_have_it(tasks, tmp_path):
         end = want["task"]["id"]
         got, rewards, read = play(scripts[end], task=want["task"], human=HUMAN[1], max_turns=4)
         assert got == {name: want[name] for name in got} and "reward_by" in got
+        assert play(scripts[end], task=with_nulls(want["task"], r), human=HUMAN[1], max_turns=4,
+                    human_params=None) == (got, rewards, read)
         assert rewards == [0.0] * (len(scripts[end]) - 1) + [want["reward"]]
         assert read[0] == want["dialogue_history"][0]
         assert read[2::2] == want["dialogue_history"][2::2]

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 import colbench
+import collect
 import model
 import toy
 import toy_pages
@@ -87,7 +88,7 @@ def test_the_human_tells_one_number_and_never_code():
         heard += [fill(q, unit="day") for detail in DETAILS.values() for q in detail.questions]
         for message in heard:
             reply, slot = said(task, message), asked_for(ENGLISH, message)
-            assert colbench.redact(reply, task) == reply and not set("=()_:") & set(reply)
+            assert collect.redact(reply, task) == reply and not set("=()_:") & set(reply)
             assert numbers_in(reply) == ([int(values[slot])] if slot in values else []), message
             assert slot in values or reply in ENGLISH.unknown
             assert reply == said(task, message)  # the same each time

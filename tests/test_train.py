@@ -18,7 +18,6 @@ from collections import Counter
 from itertools import chain, product
 from pathlib import Path
 from types import SimpleNamespace
-from unittest.mock import patch
 
 import pytest
 import torch
@@ -35,7 +34,6 @@ from colbench import (agent_messages, first_message, hidden_information, read_re
 from conftest import (CPU, ROOT, actions, change_weights, complaint, copy_scripts, demos,
                       descendants, gone, lines, metrics, plain_ids, read_by, records,
                       script, stdin_of, steps, succeed, uncut, until, weights)
-from experiments import step as pairs_of_step
 from model import Action, Pair, Trajectory
 from test_model import FAMILIES, SLOW, save_strong, separate
 
@@ -724,57 +722,6 @@ def test_two_runs_cannot_share_an_out(command, data, tmp_path):
     os.close(first.lock)
 
 
-# --- from a step to its pairs ---------------------------------------------------------------------
-
-STEP = "tests/experiments/step.py"
-
-
-def pairs_at(out, step, given):
-    """What step.py finds of a step of a run."""
-    found = []
-    with (stdin_of(given), patch.object(pairs_of_step, "open_stdout", lambda: found.append),
-          patch.object(train_policy, "make_groups", train_policy.make_groups)):  # it replaces that
-        pairs_of_step.main(SimpleNamespace(run=str(out), step=step))
-    return found
-
-
-@pytest.mark.parametrize("job", ["critic", "dpo", pytest.param("rft", marks=pytest.mark.full)])
-def test_the_pairs_of_all_steps_are_those_of_all_batches(job, whole, command, data, tiny_dir):
-    """In order, each with its task. The tasks of equal pairs are counted."""
-    out, _ = whole(job)
-    name, *flags, _, _ = command(job, out)
-    trainer = {"train_critic.py": train_critic, "train_policy.py": train_policy}[name]
-    groups, _ = read_by(records(data), trainer, *flags)
-    args, tokenizer = SimpleNamespace(**metrics(out)[0]["args"]), M.find_model(tiny_dir)[1]
-    wanted = [[{"gap": pair.gap, **{side: [[tokenizer.decode(list(map(ord, text)))
-                                            for text in turn] for turn in getattr(pair, side)]
-                                    for side in ("chosen", "rejected")}} for pair in batch]
-              for batch in M.all_batches(groups, args.batch_size, args.epochs, args.seed)]
-    spoken = {}  # {task: what its agent wrote}
-    for record in records(data):
-        spoken.setdefault(task_id(record["task"]), set()).update(
-            tokenizer.decode(x["token_ids"]) for x in actions(record))
-    assert len(wanted) == len(steps(out)) > 2
-    for number, want in enumerate(wanted):
-        got = pairs_at(out, number, data)
-        for pair in got:
-            said = {action for _, action in pair["chosen"] + pair["rejected"]}
-            assert said <= spoken[pair.pop("task")]
-        assert got == want
-
-
-def test_other_data_or_steps_have_no_pairs(whole, data, tmp_path):
-    out, _ = whole("critic")
-    n = len(steps(out))
-    for run, step, why in ((out, -1, f"no step -1: the run in {out} has {n}, counted from 0"),
-                           (out, n, f"no step {n}: "), (tmp_path, 0, f"in {tmp_path} has 0,")):
-        with pytest.raises(SystemExit, match=why):
-            pairs_at(run, step, data)
-    with pytest.raises(SystemExit, match="stdin is not the data of the run"):
-        pairs_at(out, 0, data.replace('"reward": 0.3', '"reward": 0.2', 1))
-    complaint(script(STEP, out, 0, stdin=lines(records(data)[2:])), "stdin is not the data of")
-
-
 # --- what is left out, what it is saved as --------------------------------------------------------
 
 def test_turns_that_are_too_long_get_no_advantage_and_are_counted(data, tiny_dir):
@@ -925,31 +872,3 @@ def test_rewards_that_round_to_1_or_0_are_these(tiny_dir):
                 stack.enter_context(pytest.raises(SystemExit, match="is not between -1 and 1"))
             (read,) = read_records(sys.stdin, "reward")
             assert read["reward"] == reward
-
-
-def test_watch_draws_both_sides_of_a_policy_in_one_plot(tmp_path, monkeypatch):
-    """Each other metric has a plot of its own; a run without a metric is not in its legend."""
-    figures = pytest.importorskip("matplotlib.figure", reason="matplotlib is not installed")
-    from experiments import watch
-    rows = {"policy": [{"step": n, "chosen_change": n / 2, "rejected_change": -n} for n in (0, 1)],
-            "critic": [{"step": 0, "loss": 3.0}]}
-    for name, steps_of in rows.items():
-        (tmp_path / name).mkdir()
-        (tmp_path / name / "metrics.jsonl").write_text(lines([{"args": {}}, *steps_of]))
-    drawn = {}
-
-    def keep(figure, *_, **__):
-        for axes in figure.axes:
-            drawn[axes.get_title()] = [(line.get_ydata(), line.get_linestyle(),
-                                        line.get_color()) for line in axes.lines]
-            legends[axes.get_title()] = [text.get_text() for text in axes.get_legend().texts]
-        Path(tmp_path / "w.png.part").touch()
-
-    legends, runs = {}, [str(tmp_path / name) for name in rows]
-    monkeypatch.setattr(figures.Figure, "savefig", keep)
-    watch.main(SimpleNamespace(runs=runs, png=str(tmp_path / "w.png"), every=0))
-    sides = "change of log-prob (dashed: rejected)"
-    assert drawn.keys() == legends.keys() == {"loss", sides}
-    assert [(list(y), style) for y, style, _ in drawn[sides]] == [([0, 0.5], "-"), ([0, -1], "--")]
-    assert len({color for *_, color in drawn[sides]}) == 1
-    assert legends == {"loss": runs[1:], sides: runs[:1]}

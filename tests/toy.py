@@ -19,7 +19,7 @@ from typing import NamedTuple
 
 sys.path.append(str(Path(__file__).resolve().parents[1]))
 from colbench import ANSWER, Episode, fill, hidden_information, task_id, with_hidden
-from utils import fail, flag, open_stdout, parser, rng, run
+from utils import fail, open_stdout, parser, rng, run
 
 
 # --- two worlds -----------------------------------------------------------------------------------
@@ -420,38 +420,47 @@ def tiny_model(records, seed=0, pieces=PIECES):
 
 # --- command line ---------------------------------------------------------------------------------
 
+PROBABILITIES = {  # of the scripted agent
+    "at_once": (0.15, "it answers in its first message"),
+    "early": (0.3, "it answers in a later message, before it has learned every slot"),
+    "distract": (0.15, "it asks an irrelevant question, or asks again"),
+    "noise": (0.04, "its answer has a bug"),
+    "silent": (0.12, "it never answers"),
+    "hidden": (0.4, "its first prompt shows the reference, as a critic's does")}
+
+
 def command_parsers(doc):
     """Returns (parser, its subparsers), with the flags that toy.py and toy_pages.py share."""
     root = parser(doc, usage=None)
     subparsers = root.add_subparsers(dest="command", required=True)
     for name, n, usual in ("tasks", 500, 0.65), ("demos", 8000, 0.0), ("model", 8000, 0.0):
         p = subparsers.add_parser(name, allow_abbrev=False)
-        flag(p, "n", n, "number of tasks or demonstrations (model: whose words it knows)")
-        flag(p, "seed", 0, "random seed")
-        flag(p, "usual", usual, "probability that a slot has its usual value, which agents guess")
+        p.add_argument("--n", type=int, default=n, help="number of tasks or demonstrations (model: "
+                       "whose words it knows) [%(default)s]")
+        p.add_argument("--seed", type=int, default=0, help="random seed [%(default)s]")
+        p.add_argument("--usual", type=float, default=usual, help="probability that a slot has its "
+                       "usual value, which agents guess [%(default)s]")
         if name == "tasks":
-            flag(p, "split", "train", "tasks to write; no two splits share one", choices=SPLITS)
+            p.add_argument("--split", default="train", choices=SPLITS,
+                           help="tasks to write; no two splits share one [%(default)s]")
             continue
         if name == "model":
-            flag(p, "out", None, "output directory", required=True)
-        flag(p, "max_turns", 6, "maximum number of messages the agent may send")
+            p.add_argument("--out", required=True, help="output directory")
+        p.add_argument("--max_turns", type=int, default=6,
+                       help="maximum number of messages the agent may send [%(default)s]")
         g = p.add_argument_group("probabilities of the scripted agent")
-        flag(g, "at_once", 0.15, "it answers in its first message")
-        flag(g, "early", 0.3, "it answers in a later message, before it has learned every slot")
-        flag(g, "distract", 0.15, "it asks an irrelevant question, or asks again")
-        flag(g, "noise", 0.04, "its answer has a bug")
-        flag(g, "silent", 0.12, "it never answers")
-        flag(g, "hidden", 0.4, "its first prompt shows the reference, as a critic's does")
+        for event, (default, text) in PROBABILITIES.items():
+            g.add_argument(f"--{event}", type=float, default=default, help=f"{text} [%(default)s]")
     return root, subparsers
 
 
 def get_args(argv=None):
     root, subparsers = command_parsers(__doc__)
     for p in subparsers.choices.values():
-        flag(p, "world", "slots", "slots: for the tiny model; english: for a real model",
-             choices=WORLDS)
-        flag(p, "min_slots", 2, "fewest slots of a function")
-        flag(p, "max_slots", 4, "most slots of a function")
+        p.add_argument("--world", default="slots", choices=WORLDS,
+                       help="slots: for the tiny model; english: for a real model [%(default)s]")
+        p.add_argument("--min_slots", type=int, default=2, help="fewest slots [%(default)s]")
+        p.add_argument("--max_slots", type=int, default=4, help="most slots [%(default)s]")
     return root.parse_args(argv)
 
 

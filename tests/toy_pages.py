@@ -15,7 +15,7 @@ import toy  # also makes the scripts importable
 import colbench
 from colbench import (ANSWER, PAGE_LIMITS, Pages, Renderer,
                       extract_page, fill, hidden_information)
-from utils import flag, rng, run
+from utils import rng, run
 
 
 # --- pages with hidden slots ----------------------------------------------------------------------
@@ -232,7 +232,8 @@ class Blocks(Pages):
 def get_args(argv=None):
     root, subparsers = toy.command_parsers(__doc__)
     grade = subparsers.add_parser("grade", allow_abbrev=False)
-    flag(grade, "workers", colbench.cpus(), "number of pages to render in parallel", least=1)
+    grade.add_argument("--workers", type=int, default=colbench.cpus(),
+                       help="number of pages to render in parallel [%(default)s]")
     return root.parse_args(argv)
 
 

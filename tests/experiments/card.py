@@ -13,7 +13,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from colbench import HIDDEN, hidden_information, read_records, task_id, task_kind  # noqa: E402
 from model import STRFTIME_NOW, TODAY, find_model, turn_actions  # noqa: E402
-from utils import parser, rows_of, run, writing  # noqa: E402
+from utils import digest, parser, rows_of, run, writing  # noqa: E402
 
 CARD = """\
 ---
@@ -35,7 +35,7 @@ writes for a task with these fields and its own `problem_description`, and the a
 ```
 To serve the model with the prompts of training, in which any date is {date}:
 ```bash
-vllm serve . --generation-config vllm --chat-template serve.j2
+vllm serve . --served-model-name {name} --generation-config vllm --chat-template serve.j2
 ```
 """
 
@@ -63,7 +63,10 @@ def main(args):
     last = [row for row in rows if "step" in row][-1]
     base = start["args"]["model"]
     dialogue = example_dialogue([*read_records(sys.stdin, "dialogue_history")])
-    card = CARD.format(base_model="" if os.path.isdir(base) else f"base_model: {base}\n", base=base,
+    # so that records of two policies, which collect.py compares, can be told apart
+    name = f"{os.path.basename(os.path.abspath(args.run))}-{digest(start)[:6]}"
+    base_model = "" if os.path.isdir(base) else f"base_model: {base}\n"
+    card = CARD.format(name=name, base_model=base_model, base=base,
                        command=shlex.join(start["argv"]), version=start["version"],
                        metrics=json.dumps(last), dialogue=json.dumps(dialogue, indent=1), date=TODAY)
     # what a template may take from its caller, date and thinking, is fixed to training's

@@ -1,153 +1,230 @@
 #!/usr/bin/env bash
-# Compares all methods on the toy: five seeds, 300 test tasks each. 44 minutes on two cores.
+# Compares methods: each learns from the episodes of one base, and is tested on the same tasks.
 #
-#   bash tests/experiments/compare.sh     # from the repo's root, after the quickstart's install
-#   SEEDS=0 N=60 TESTS=20 DEMOS=4000 bash tests/experiments/compare.sh     # smaller
+#   bash tests/experiments/compare.sh plain early     # two setups, after the quickstart's install
+#   SEEDS=0 N=60 TESTS=20 DEMOS=4000 METHODS="eq3 rft" bash tests/experiments/compare.sh plain
+#   SEEDS="1 2" MODEL=DIR FLAGS="--dtype bf16" bash tests/experiments/compare.sh real
 #
-# Prints tables to stderr. Their numbers go to runs/results.jsonl, two figures to runs/*.png, models
-# and records to runs/seed*/, and all messages to runs/lane.log. The settings were chosen on
-# validation tasks (RESULTS.md). map.sh and critics.sh source this file for its functions only.
-. tests/experiments/common.sh
-N=${N:-400}           # tasks
-TESTS=${TESTS:-300}   # test tasks
-DEMOS=${DEMOS:-8000}  # demonstrations
+# A setup is a base, with its tasks:
+#   plain            the quickstart's
+#   early            a base that answers early, and fewer tasks
+#   long             functions with four or five slots, ten turns
+#   spelled, words   a waiter's orders (orders.py), which the base spells, or has as tokens
+#   pages            toy web pages, after the installs of MANUAL.md, "Frontend Design"
+#   real             SmolLM2-135M (MODEL), hours a seed; policies start at RFT's
+# METHODS are rft, mtdpo (--loss of train_policy.py), or SWEET-RL by the candidates' scores of
+#   eq3              train_critic.py
+#   agent            the same with --ref_context agent
+#   untrained        the base itself
+#   better           eq3 or untrained, whichever orders more trajectory pairs (choose_critic.py)
+#   EDIT+EDIT        train_critic.py with these edits/*.diff, such as regression+value
+# CRITIC@WEIGHT sets the policy's --logprob_weight (0.1). METHOD-rft also learns a second time: by
+# RFT, from what METHOD's policy solves.
+#
+# N, TESTS and DEMOS are the numbers of tasks, test tasks and demonstrations. Tables go to stderr
+# and as JSON to runs/results.jsonl, all else to runs/compare/SETUP/SEED, and what programs say to
+# runs/compare.log. What exists is not made again, so rerun a killed script to resume it.
+set -euo pipefail
+shopt -s inherit_errexit  # so that a stage which fails inside $(...) ends the script
+. .venv/bin/activate
+export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
+SEEDS=${SEEDS:-0 1 2 3 4}
+METHODS=${METHODS:-eq3-rft untrained-rft mtdpo-rft rft-rft}
+FLAGS=${FLAGS:-}  # for every script that runs a model
+code=.            # the directory of the scripts
 
-# Variables besides those of common.sh: seed_dir, the seed's directory; max_turns; policy_scale and
-# critic_scale, which multiply the epochs of the rivals and of the critics if there are fewer tasks.
-
-run_episodes() {  # NAME MODEL TASKS [FLAGS]: writes graded episodes, sampled by $code/collect.py
-  stage $dir/$1.jsonl graded_episodes "${@:3}" --model $2
+stage() {  # FILE COMMAND: writes the command's stdout to FILE, unless FILE exists
+  if [ -e $1 ]; then return; fi
+  local start=$SECONDS
+  "${@:2}" > $1.part
+  mv $1.part $1
+  echo "$(date +%T) $((SECONDS - start)) s  $1" >&2
 }
-graded_episodes() {  # TASKS [FLAGS]
-  python ${code:-.}/collect.py --human tests/toy.py --max_turns $max_turns --max_tokens 40 \
-      --seed $seed $FLAGS "${@:2}" < $1 | python colbench.py grade
+train_policy() {  # NAME FROM [FLAGS]: trains $dir/NAME on stdin's records
+  stage $dir/$1.json python $code/train_policy.py --seed $seed $FLAGS --model $2 \
+      --out $dir/$1 "${@:3}"
 }
-train_critic() {  # NAME RECORDS [FLAGS]: trains $dir/critic-NAME, and prints the scored records
-  python $code/train_critic.py --model $critic_base --seed $seed $FLAGS --out $dir/critic-$1 \
-      --beta 1 --nll_coef 0.3 --lr 4e-4 --batch_size 16 --epochs $((4 * critic_scale)) "${@:3}" \
-      < $dir/$2.jsonl
+graded_episodes() {  # MODEL TASKS [FLAGS]
+  python $code/collect.py --model $1 --seed $seed $FLAGS $play "${@:3}" < $2 |
+    python $grader grade
 }
-train_sweet() {  # NAME MIX WEIGHT
-  train_policy $1 --beta 1 --nll_coef 3 --lr 6e-4 --batch_size 32 --mix $2 --logprob_weight $3
-}
-train_rft() {
-  train_policy rft --loss rft --lr 5e-4 --epochs $((8 * policy_scale)) < $dir/train.jsonl
-}
-train_mtdpo() {
-  train_policy mtdpo --loss mtdpo --beta 0.3 --nll_coef 3 --lr 3e-4 --batch_size 16 \
-      --epochs $((4 * policy_scale)) < $dir/train.jsonl
-}
-methods() { train_rft; train_mtdpo; sweet_row eq3@0.1; sweet_row paper@0; test_policies rft mtdpo; }
-
-make_tests() {  # NAME [FLAGS]: writes test tasks to runs/NAME.jsonl
-  stage runs/$1.jsonl python tests/toy.py tasks --split test --n $TESTS "${@:2}"
-}
-train_base() {  # NAME FROM DEMOS [FLAGS]: trains $seed_dir/NAME; policies and critics start there
-  dir=$seed_dir base=$2
-  train_policy $1 --loss rft --all 1 "${@:4}" < $seed_dir/$3.jsonl
-  base=$seed_dir/$1 critic_base=$seed_dir/$1
-}
-collect() {  # NAME SHARE [FLAGS of tasks]: 4 episodes per task, SHARE of them with candidates
-  dir=$seed_dir/$1; mkdir -p $dir
-  train_args=(-k 4 --candidates 16 --candidates_share $2)
-  stage $dir/tasks.jsonl python tests/toy.py tasks --seed $seed "${@:3}"
-  run_episodes train $base $dir/tasks.jsonl "${train_args[@]}"
-}
-setup_plain() {  # the quickstart's tasks, and a base from 8,000 demonstrations
-  max_turns=6 tests=runs/tests.jsonl policy_scale=1 critic_scale=1
-  stage $seed_dir/tiny.log python tests/toy.py model --seed $seed --out $seed_dir/tiny
-  stage $seed_dir/demos.jsonl python tests/toy.py demos --seed $seed --n $DEMOS
-  train_base base $seed_dir/tiny demos --lr 3e-3
-  collect plain 0.5 --n $N
-}
-setup_early() {  # a base that answers early, and fewer tasks
-  setup_plain
-  critic_scale=2
-  stage $seed_dir/demos-early.jsonl python tests/toy.py demos --seed $((100 + seed)) \
-      --n $((DEMOS * 3 / 8)) --at_once 0.65 --early 0.1 --distract 0.1
-  train_base early-base $seed_dir/base demos-early --lr 1e-3 --epochs 2
-  collect early 1 --n $((N * 3 / 8))
-}
-setup_long() {  # four or five slots, ten turns
-  local toy="python tests/toy.py" slots="--min_slots 3 --max_slots 5 --max_turns 10"
-  max_turns=10 tests=runs/tests-long.jsonl policy_scale=1 critic_scale=1
-  stage $seed_dir/tiny-long.log $toy model --seed $seed --out $seed_dir/tiny-long $slots
-  stage $seed_dir/demos-long.jsonl $toy demos --seed $seed --n $DEMOS $slots
-  train_base long-base $seed_dir/tiny-long demos-long --lr 3e-3
-  collect long 0.5 --n $N --min_slots 4 --max_slots 5
+edited_copy() {  # EDITS: copies the scripts, applies the edits, and prints the copy's directory
+  local copy
+  copy=$(mktemp -d runs/edited.XXXXXX)
+  cp $code/*.py $copy
+  git apply --directory=$copy $(printf "tests/experiments/edits/%s.diff " "$@")
+  echo $copy
 }
 
-plain() {
-  setup_plain
-  methods; sweet_row without_c@0.1
-  run_episodes test-base $base $tests
-  max_turns=1 run_episodes test-single $base $tests
+# --- setups ---------------------------------------------------------------------------------------
+# Each makes $dir/base, $dir/tasks.jsonl and $dir/tests.jsonl, and sets the flags of all programs:
+
+usual_flags() {
+  play="--human tests/toy.py --max_turns 6 --max_tokens 40" grader=colbench.py
+  explore="-k 4 --candidates 16 --candidates_share 0.5" test_flags=
+  critic_flags="--beta 1 --nll_coef 0.3 --lr 4e-4 --batch_size 16"
+  sweet_flags="--beta 1 --nll_coef 3 --mix 0.25 --lr 6e-4 --batch_size 32"
+  mtdpo_flags="--beta 0.3 --nll_coef 3 --lr 3e-4 --batch_size 16"
+  rft_flags="--lr 5e-4 --epochs 8"
 }
-few() {  # fewer tasks
-  setup_plain
-  policy_scale=2 critic_scale=2; collect plain150 0.5 --n $((N * 3 / 8)); methods
-  policy_scale=5 critic_scale=5; collect plain50 0.5 --n $((N / 8)); methods
+toy_base() {  # PROGRAM NAME [FLAGS]: a tiny model that learns demonstrations
+  stage $dir/tiny.log python $1 model --seed $seed --out $dir/tiny "${@:3}"
+  stage $dir/demos.jsonl python $1 demos --seed $seed --n ${DEMOS:-8000} "${@:3}"
+  train_policy $2 $dir/tiny --loss rft --all 1 --lr 3e-3 < $dir/demos.jsonl
 }
-ablations() {  # other critics, best of N, other temperatures, fewer tasks
-  setup_plain
-  for c in trajectory sum trained regression value untrained none; do sweet_row $c@0.1; done
-  for n in 2 4 8 16; do
-    run_episodes best$n-prior $base runs/tests200.jsonl --best_of $n --critic $dir/critic-eq3 \
-        --logprob_weight 0.1
-    for c in eq3 without_c value; do
-      code=.
-      case $c in
-        without_c) code=$(edited_copy no_hidden) ;;
-        value) code=$(edited_copy regression value) ;;
-      esac
-      run_episodes best$n-$c $base runs/tests200.jsonl --best_of $n --critic $dir/critic-$c
+make_tasks() {  # PROGRAM N TESTS [FLAGS]
+  stage $dir/tasks.jsonl python $1 tasks --seed $seed --n $2 "${@:4}"
+  stage $dir/tests.jsonl python $1 tasks --split test --n $3 "${@:4}"
+}
+setup_plain() {
+  usual_flags
+  toy_base tests/toy.py base
+  make_tasks tests/toy.py ${N:-400} ${TESTS:-300}
+}
+setup_early() {
+  usual_flags
+  explore="-k 4 --candidates 16" critic_flags+=" --epochs 8"
+  toy_base tests/toy.py plain
+  stage $dir/early.jsonl python tests/toy.py demos --seed $((100 + seed)) \
+      --n $((${DEMOS:-8000} * 3 / 8)) --at_once 0.65 --early 0.1 --distract 0.1
+  train_policy base $dir/plain --loss rft --all 1 --lr 1e-3 --epochs 2 < $dir/early.jsonl
+  make_tasks tests/toy.py ${N:-150} ${TESTS:-300}
+}
+setup_long() {
+  usual_flags
+  play="--human tests/toy.py --max_turns 10 --max_tokens 40"
+  toy_base tests/toy.py base --min_slots 3 --max_slots 5 --max_turns 10
+  make_tasks tests/toy.py ${N:-400} ${TESTS:-300} --min_slots 4 --max_slots 5
+}
+orders() {  # PROGRAM: a base that has learned orders; its vocabulary is this program's
+  usual_flags
+  play="--human $code/orders.py --max_turns 4 --max_tokens 40" test_flags="-k 4"
+  grader=$code/colbench.py
+  stage $dir/tiny.log python $1 model --seed $seed --out $dir/tiny
+  stage $dir/demos.jsonl python $code/orders.py demos --seed $seed --n ${DEMOS:-1000}
+  train_policy base $dir/tiny --loss rft --all 1 --lr 3e-3 < $dir/demos.jsonl
+  stage $dir/tasks.jsonl python $code/orders.py tasks --seed $seed --n ${N:-100}
+  stage $dir/tests.jsonl python $code/orders.py tasks --seed 1000 --n ${TESTS:-100}
+}
+setup_spelled() { orders tests/toy.py; }
+setup_words() { orders $code/orders.py; }
+setup_pages() {
+  usual_flags
+  play="--human tests/toy_pages.py --max_turns 6 --max_tokens 40" test_flags="-k 2"
+  grader=tests/toy_pages.py
+  critic_flags="--min_gap 0.1 --beta 1 --lr 4e-4 --batch_size 16"
+  sweet_flags="--beta 1 --nll_coef 3 --lr 6e-4 --batch_size 32" mtdpo_flags+=" --min_gap 0.1"
+  DEMOS=${DEMOS:-4000} toy_base tests/toy_pages.py base
+  make_tasks tests/toy_pages.py ${N:-150} ${TESTS:-150} --usual 0
+}
+setup_real() {
+  usual_flags
+  play="--human tests/toy.py --max_turns 6 --max_tokens 128" test_flags="-k 2"
+  explore="-k 4 --candidates 12 --candidates_share 0.25"
+  critic_flags="--save_every 20 --beta 1 --nll_coef 0.3 --lr 8e-5 --min_gap 0.3 --epochs 1"
+  sweet_flags="--save_every 20 --beta 1 --nll_coef 0.3 --mix 0.25 --lr 3e-5 --batch_size 16
+      --pairs_per_turn 2"
+  mtdpo_flags="--beta 0.3 --nll_coef 3 --lr 3e-5 --epochs 2"
+  rft_flags="--lr 5e-5 --batch_size 16 --epochs 3"
+  stage $dir/demos.jsonl python tests/toy.py demos --world english --seed $seed --n ${DEMOS:-700}
+  train_policy base ${MODEL:-HuggingFaceTB/SmolLM2-135M-Instruct} --loss rft --all 1 --lr 4e-4 \
+      --epochs 1 --batch_size 8 --save_every 20 < $dir/demos.jsonl
+  make_tasks tests/toy.py ${N:-120} ${TESTS:-300} --world english --usual 0.3
+}
+
+# --- methods --------------------------------------------------------------------------------------
+
+score() {  # CRITIC: writes $dir/scored-CRITIC.jsonl
+  if [ -e $dir/scored-$1.jsonl ]; then return; fi
+  local code=$code critic="--seed $seed $FLAGS --model $dir/base --out $dir/critic-$1 $critic_flags"
+  case $1 in
+    eq3) ;;
+    agent) critic+=" --ref_context agent" ;;
+    untrained) critic="--score $dir/base --model $dir/base --ref_context agent $FLAGS" ;;
+    better) score eq3; score untrained; stage $dir/scored-better.jsonl better_scores; return ;;
+    *) code=$(edited_copy ${1//+/ }) ;;
+  esac
+  stage $dir/scored-$1.jsonl python $code/train_critic.py $critic < $dir/train.jsonl
+}
+better_scores() {
+  cat $(python $code/tests/experiments/choose_critic.py $dir/scored-{eq3,untrained}.jsonl)
+}
+rft() {  # NAME FROM RECORDS
+  train_policy $1 $2 --loss rft $rft_flags < $dir/$3.jsonl
+}
+try() {  # NAME: tests a policy
+  stage $dir/test-$1.jsonl graded_episodes $dir/$1 $dir/tests.jsonl $test_flags
+}
+first_round() {  # METHOD
+  local weight=${1#*@}
+  if [ $weight = $1 ]; then weight=0.1; fi
+  case $1 in
+    rft) rft rft $start train ;;
+    mtdpo) train_policy mtdpo $start --loss mtdpo $mtdpo_flags < $dir/train.jsonl ;;
+    *)
+      score ${1%@*}
+      train_policy $1 $start $sweet_flags --logprob_weight $weight < $dir/scored-${1%@*}.jsonl ;;
+  esac
+  try $1
+}
+second_round() {  # METHOD
+  stage $dir/again-$1.jsonl graded_episodes $dir/$1 $dir/tasks.jsonl -k 4
+  rft $1-rft $dir/$1 again-$1
+  try $1-rft
+}
+compare() {  # SETUP SEEDS
+  local method
+  for seed in $2; do
+    dir=runs/compare/$1/$seed start=runs/compare/$1/$seed/base
+    mkdir -p $dir
+    setup_$1
+    stage $dir/train.jsonl graded_episodes $dir/base $dir/tasks.jsonl $explore
+    try base
+    if [ $1 = real ]; then
+      rft start $dir/base train
+      start=$dir/start
+    fi
+    for method in $METHODS; do
+      first_round ${method%-rft}
+      case $method in *-rft) second_round ${method%-rft} ;; esac
     done
-    code=.
   done
-  for t in 0 0.5; do
-    run_episodes test-base-$t $base $tests --temperature $t
-    for m in rft mtdpo eq3@0.1; do run_episodes test-$m-$t $dir/$m $tests --temperature $t; done
-  done
-  few
+}
+names() {  # of the table's rows
+  for m in $METHODS; do echo $m; done
+  for m in $METHODS; do echo ${m%-rft}; done
+  echo base
+}
+table() {  # SETUP
+  local files="runs/compare/$1/%s/test-NAME.jsonl\n"
+  python $code/evaluate.py $(for m in $(names | awk '!seen[$0]++'); do
+      echo $m=$(printf "${files/NAME/$m}" $SEEDS | paste -sd,)
+    done) >> runs/results.jsonl
 }
 
-table() { python evaluate.py "$@" >> runs/results.jsonl; }  # differences are to the first system
-figure() {  # NAME SYSTEMS
-  python evaluate.py "${@:2}" | tee -a runs/results.jsonl |
-    python tests/experiments/plot.py runs/$1.png
-}
-ablation_tables() {  # SEEDS: also the figures
-  table $(for c in eq3 without_c trajectory trained sum regression value untrained none; do
-      row $c plain/test-$c@0.1 "$1"
-    done)
-  for t in 0 0.5; do
-    table $(for m in eq3@0.1 rft mtdpo base; do row $m-$t plain/test-$m-$t "$1"; done)
-  done
-  figure best_of_n $(for c in prior eq3 without_c value; do
-      row $c@1 plain/test-base "$1"
-      for n in 2 4 8 16; do row $c@$n plain/best$n-$c "$1"; done
-    done)
-  figure scaling $(for m in rft mtdpo paper@0 eq3@0.1; do
-      for part in plain50 plain150 plain; do
-        row ${m%@*}@$(cat runs/seed${1%% *}/$part/train.jsonl | wc -l) $part/test-$m "$1"
-      done
-    done)
-}
-[ "${BASH_SOURCE[0]}" = "$0" ] || return 0
-
-pip install -q matplotlib
-make_tests tests
-head -$((TESTS * 2 / 3)) runs/tests.jsonl > runs/tests200.jsonl
-first=$(echo $SEEDS | cut -d" " -f1-2)  # ablations on two seeds only; map.sh adds the others
-run_in_parallel "$SEEDS" plain
-run_in_parallel "$first" ablations
-: > runs/results.jsonl
-table $(rows plain "$SEEDS" eq3@0.1 base single rft mtdpo paper@0 without_c@0.1)
-ablation_tables "$first"
-for seed in $SEEDS; do  # the released scorer's verdicts
-  for m in rft mtdpo eq3@0.1; do
-    f=runs/seed$seed/plain/test-$m
-    python colbench.py grade --rules official < $f.jsonl > $f-official.jsonl
-  done
+for setup in "${@:-}"; do
+  declare -F setup_$setup > /dev/null || { sed -n '2,/^set/s/^# \?//p' "$0" >&2; exit 2; }
 done
-table $(rows plain "$SEEDS" eq3@0.1-official rft-official mtdpo-official)
+mkdir -p runs/compare
+log=runs/compare.log
+finish() {
+  local status=$?
+  kill $(jobs -p) 2> /dev/null || true
+  if ((status)); then tail -n 5 $log >&2; fi  # what has failed
+}
+trap finish EXIT
+for setup in "$@"; do
+  case $setup in spelled | words)  # a copy of the scripts that knows orders
+    code=runs/compare/orders; mkdir -p $code/tests
+    cp *.py tests/experiments/orders.py $code && cp -r tests/experiments $code/tests
+    sed -i '/^ENVIRONMENTS = /a import orders' $code/*.py ;;
+  esac
+  even=; odd=
+  for seed in $SEEDS; do if ((seed % 2)); then odd+=" $seed"; else even+=" $seed"; fi; done
+  compare $setup "$even" >> $log 2>&1 & first=$!
+  compare $setup "$odd" >> $log 2>&1 & second=$!
+  wait $first
+  wait $second
+  table $setup
+  code=.
+done

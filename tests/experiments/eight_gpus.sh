@@ -13,8 +13,14 @@
 #
 # In both rounds every method has 15,000 episodes. The second round is RFT, on what the policies of
 # the first one solve (RESULTS.md, "SWEET-RL, then RFT").
-. tests/experiments/common.sh
+set -euo pipefail
+. .venv/bin/activate
 mkdir -p runs8
+stage() {  # FILE COMMAND: writes the command's stdout to FILE, unless FILE exists
+  if [ -e $1 ]; then return; fi
+  "${@:2}" > $1.part
+  mv $1.part $1
+}
 GPUS=${GPUS:-8}
 MODEL=${MODEL:-meta-llama/Llama-3.1-8B-Instruct}
 HUMAN=${HUMAN:-meta-llama/Llama-3.1-70B-Instruct}

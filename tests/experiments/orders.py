@@ -1,14 +1,14 @@
 """A waiter's orders: the agent asks the guest for dish, size and extra, then writes the order.
 
 The other scripts know this kind of task if colbench.py imports this file (MANUAL.md, "Your own
-environment"), as it does in the copy that orders.sh makes.
+environment"), as it does in the copy that compare.sh makes.
 
     python orders.py tasks --n 100 > tasks.jsonl
     python orders.py demos --shown 0.4 > demos.jsonl   # scripted episodes of mixed quality
     python orders.py model --out tiny                  # toy.py's Llama, with these words as tokens
 """
 from colbench import ANSWER, ENVIRONMENTS, Environment, first_message, with_hidden
-from utils import flag, open_stdout, parser, rng, run
+from utils import open_stdout, parser, rng, run
 
 CHOICES = {"dish": ("soup", "pizza", "salad"), "size": ("small", "large"),
            "extra": ("salt", "cheese", "lemon", "no extra")}
@@ -76,8 +76,9 @@ def main(args):
 if __name__ == "__main__":
     p = parser(__doc__, usage=None)
     p.add_argument("command", choices=["tasks", "demos", "model"])
-    flag(p, "n", 1000, "number of tasks, or of demonstrations")
-    flag(p, "seed", 0, "random seed")
-    flag(p, "shown", 0.0, "share of the demonstrations that begin with the reference", most=1)
-    flag(p, "out", None, "model: its directory")
+    p.add_argument("--n", type=int, default=1000, help="number of tasks, or of demonstrations")
+    p.add_argument("--seed", type=int, default=0, help="random seed")
+    p.add_argument("--shown", type=float, default=0,
+                   help="share of the demonstrations that begin with the reference")
+    p.add_argument("--out", help="model: its directory")
     run(main, p.parse_args())

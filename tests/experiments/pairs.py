@@ -8,6 +8,9 @@ that TRL, Axolotl, LLaMA-Factory and OpenRLHF read. `task` is the task's id, and
 difference of the two scores. The flags are those of train_policy.py; for the same pairs give those
 that select pairs, and --seed, the same values.
 
+TRL's DPOTrainer computes our loss to 1e-4 with --beta and --nll_coef in its DPOConfig(beta=...,
+loss_type=["sigmoid", "sft"], loss_weights=[1, NLL_COEF], max_length=None, disable_dropout=True).
+
 Other trainers tokenize the texts anew, so that a message may get other tokens than were sampled,
 and end a truncated message as if it were whole. Pairs of trajectories (--loss mtdpo, --mix) are
 left out, because their messages answer different replies.

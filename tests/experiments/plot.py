@@ -1,37 +1,74 @@
-"""Plots success with intervals, of evaluate.py's results or of a table in RESULTS.md.
+"""Plots results, or the metrics of training runs. Needs matplotlib.
 
     python evaluate.py ... | tee -a runs/results.jsonl | python tests/experiments/plot.py FILE.png
-    python tests/experiments/plot.py --table rounds tests/experiments/rounds.svg \
-        < tests/experiments/RESULTS.md
+    python tests/experiments/plot.py FILE.png --runs runs/critic runs/sweet   # also in training
+    python tests/experiments/plot.py FILE.svg --table rounds < tests/experiments/RESULTS.md
 
-Systems NAME@X are the points of a curve NAME over X, other systems are horizontal lines. Without
-curves, all systems are bars. Results without success are plotted by their mean reward.
+Results are evaluate.py's: the success, or else the mean reward, with intervals. Systems NAME@X are
+the points of a curve NAME over X, others are horizontal lines. Without curves all are bars.
+
+Of --runs every metric has a plot of its own, but one plot has the changes of log-prob of both sides
+of a policy's pairs, chosen and rejected (dashed). MANUAL.md says which curves to watch.
 
 With --table NAME stdin is Markdown, and the table below the line <!-- NAME --> is plotted. Its
 first column has the curves' names and its head the values of X. A cell is a percentage with its
-interval, 86.8 [85.0, 88.2], or without one, or empty. Requires matplotlib.
+interval, 86.8 [85.0, 88.2], or without one, or empty.
 """
 import json
-import os
 import re
 import sys
+from pathlib import Path
 
 import matplotlib
 import numpy as np
 from matplotlib.figure import Figure
 
-sys.path.insert(0, os.path.join(os.path.dirname(__file__), "..", ".."))
-from utils import fail, flag, parser, run  # noqa: E402
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+from utils import fail, parser, rows_of, run  # noqa: E402
 
 CELL = r"(\d+(?:\.\d+)?)(?: \[(\d+(?:\.\d+)?), (\d+(?:\.\d+)?)\])?"
+BOTH_SIDES = "change of log-prob (dashed: rejected)"  # the title of their plot
 
 
 def get_args(argv=None):
-    p = parser(__doc__, "%(prog)s [flags] FILE.png < results.jsonl")
+    p = parser(__doc__, "%(prog)s FILE [--runs RUN ... | --table NAME < RESULTS.md | < results]")
     p.add_argument("out", metavar="FILE", help="picture to write, .png or .svg")
-    flag(p, "table", None, "name of a Markdown table to plot")
+    p.add_argument("--runs", nargs="+", metavar="RUN", help="the --out directories of trainers")
+    p.add_argument("--table", metavar="NAME", help="name of a Markdown table to plot")
     return p.parse_args(argv)
 
+
+# --- training runs --------------------------------------------------------------------------------
+
+def metrics_figure(outs):
+    """Returns a figure of all metrics over the steps; each run has a color."""
+    runs = {out: [row for row in rows_of(out) if "step" in row] for out in outs}
+    names_of = {}  # {title of a plot: [metric]}
+    for name in sorted({name for rows in runs.values() for row in rows for name in row} - {"step"}):
+        title = BOTH_SIDES if name in ("chosen_change", "rejected_change") else name
+        names_of.setdefault(title, []).append(name)
+    if not names_of:
+        fail(f"no metrics in {', '.join(outs)} yet")
+    figure = Figure(figsize=(16, 9), layout="constrained")
+    for i, (title, names) in enumerate(names_of.items(), 1):
+        axes = figure.add_subplot(-(-len(names_of) // 4), 4, i, title=title, xlabel="step")
+        for number, (out, rows) in enumerate(runs.items()):
+            for name in names:
+                draw_metric(axes, rows, name, color=f"C{number}", label=out)
+        axes.legend(fontsize="small")
+    return figure
+
+
+def draw_metric(axes, rows, name, color, label):
+    """Draws a metric over the steps, if the run has it; dashed if it is of the rejected side."""
+    values = {row["step"]: row[name] for row in rows if name in row}
+    if values and "rejected" in name:
+        axes.plot(values.keys(), values.values(), "--", color=color, lw=0.8)
+    elif values:
+        axes.plot(values.keys(), values.values(), ".-", color=color, label=label, ms=3, lw=0.8)
+
+
+# --- results --------------------------------------------------------------------------------------
 
 def table_results(text, name):
     """Returns (title, results): a Markdown table's first cell, its others like evaluate.py's."""
@@ -97,12 +134,11 @@ def draw_curves(axes, curves, lines, with_values):
     axes.legend()
 
 
-def main(args):
-    # texts stay texts, and the same numbers make the same bytes
-    matplotlib.rcParams.update({"svg.fonttype": "none", "svg.hashsalt": "plot"})
+def results_figure(table):
+    """Returns a figure of the results on stdin, or of the Markdown table of this name."""
     axes = Figure(figsize=(6, 4), layout="constrained").subplots()
-    if args.table:
-        title, results = table_results(sys.stdin.read(), args.table)
+    if table:
+        title, results = table_results(sys.stdin.read(), table)
         axes.set_title(title, fontsize="medium")
     else:
         results = [json.loads(line) for line in sys.stdin]
@@ -112,11 +148,18 @@ def main(args):
     axes.set_ylabel("success %" if metric == "success" else "mean reward %")
     curves, lines = curves_and_lines(results, metric)
     if curves:
-        draw_curves(axes, curves, lines, with_values=bool(args.table))
+        draw_curves(axes, curves, lines, with_values=bool(table))
     else:
         draw_bars(axes, lines)
+    return axes.figure
+
+
+def main(args):
+    # texts stay texts, and the same numbers make the same bytes
+    matplotlib.rcParams.update({"svg.fonttype": "none", "svg.hashsalt": "plot"})
+    figure = metrics_figure(args.runs) if args.runs else results_figure(args.table)
     metadata = {"Date": None} if args.out.endswith(".svg") else None
-    axes.figure.savefig(args.out, dpi=150, metadata=metadata)
+    figure.savefig(args.out, dpi=150, metadata=metadata)
 
 
 if __name__ == "__main__":

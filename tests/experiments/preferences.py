@@ -1,9 +1,10 @@
-"""Converts preference pairs and chats, in the formats of public datasets, to records for training.
+"""Converts others' data to records: preference pairs, chats, ColBench's published trajectories.
 
     python tests/experiments/preferences.py < preferences.jsonl |
         python train_policy.py --loss mtdpo --model runs/base --out runs/mine
     python tests/experiments/preferences.py < chats.jsonl |
         python train_policy.py --loss rft --model runs/base --out runs/mine
+    python tests/experiments/preferences.py < published.jsonl > episodes.jsonl
 
 A pair becomes two trajectories, the chosen side with reward 1 and the rejected side with reward 0,
 and a chat becomes one with reward 1. A task is what was said before the assistant's first message,
@@ -19,18 +20,26 @@ plain where a format has a prompt, whatever it looks like; a whole dialogue in t
 The field reasoning_content becomes a <think> block in content. --thinking 1, or "meta":
 {"thinking": 1} in a line, makes the trainers render prompts with the chat template's thinking
 enabled, for answers that contain thoughts. Other columns and fields are named and dropped, or, if
-they may belong to the prompt, refused. Any other line is an error.
+they may change the prompt or the loss, refused. Any other line is an error.
+
+A published trajectory (colbench_code_offline_15k_llama8b.jsonl) has `dialogue_history`. Its form is known only from the code that wrote it:
+there the instructions are in each message's `input`, in another template, and the first message is
+the description alone. Here the first message is first_message(task, --max_turns), `input` is
+dropped, and a task's trajectories are numbered by `sample`. It has no candidates, which --loss dpo
+needs: collect.py --candidates 16 adds them, sampled from its --model.
 """
 import json
 import os
 import re
 import sys
 import textwrap
+from collections import Counter
 from itertools import takewhile
 
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__)))))
-from colbench import RECORD, check_dialogue, check_shape  # noqa: E402
-from utils import (add_warning, digest, fail, flag, open_stdout, parse_json,  # noqa: E402
+from colbench import (RECORD, check_dialogue, check_shape, first_message,  # noqa: E402
+                      task_id)
+from utils import (add_warning, digest, fail, open_stdout, parse_json,  # noqa: E402
                    parser, print_warnings, read_jsonl, run)
 
 FORMATS = {  # name: (columns of the prompt, column of the chosen side, of the rejected side)
@@ -46,26 +55,33 @@ FORMATS = {  # name: (columns of the prompt, column of the chosen side, of the r
     "OpenAI's chats": ([], "messages", None),
     "ShareGPT's chats": ([], "conversations", None)}
 SIDES = {"chosen", "rejected", "rejected_response", "rejected_messages", "label"}  # of no chat
-# columns with these words in their names, also in the plural, are refused
+# columns and fields with these words in their names, also in the plural, are refused
 CONTEXT = {"history", "context", "image", "video", "audio", "document", "passage", "background",
-           "knowledge", "article", "instruction", "system"}
+           "knowledge", "article", "instruction", "system", "input", "reasoning", "tool"}
+WEIGHTS = {"weight", "loss", "loss_mask", "train"}  # all messages weigh the same: 1
 ROLES = {"human": "user", "gpt": "assistant", "bot": "assistant", "model": "assistant",
          "chatgpt": "assistant", "developer": "system"}
 
 
 def get_args(argv=None):
     p = parser(__doc__, "%(prog)s [flags] < preferences.jsonl > records.jsonl")
-    flag(p, "thinking", 0, "1: enable the chat template's thinking, for answers with thoughts",
-         choices=[0, 1])
-    flag(p, "dialogues", 0, "1: parse texts that are dialogues, also where a format has a prompt",
-         choices=[0, 1])
+    p.add_argument("--thinking", type=int, default=0, choices=[0, 1],
+                   help="1: enable the chat template's thinking, for answers with thoughts")
+    p.add_argument("--dialogues", type=int, default=0, choices=[0, 1],
+                   help="1: parse texts that are dialogues, also where a format has a prompt")
+    p.add_argument("--max_turns", type=int, default=10,
+                   help="of published trajectories: the turns that the first message tells [10]")
     return p.parse_args(argv)
 
 
 def main(args):
     emit, written = open_stdout(), set()  # written: (task id, sample) of each row's first record
+    samples = Counter()  # {task id: number of published trajectories}
     for place, row in read_jsonl(sys.stdin):
         try:
+            if "dialogue_history" in row:
+                emit(published(row, args.max_turns, samples))
+                continue
             converted = records(row, args)
         except ValueError as e:
             fail(f"{place}: {e}")
@@ -77,6 +93,19 @@ def main(args):
         for record in converted:
             emit(record)
     print_warnings()
+
+
+def published(record, max_turns, samples):
+    """Returns the record of a published trajectory, and counts it in samples."""
+    task, (first, *history) = record["task"], record["dialogue_history"]
+    if first != {"role": "user", "content": task["problem_description"]}:
+        raise ValueError("the first message is not the task's description: is this a file of "
+                         "another kind?")
+    history = [{name: m[name] for name in m if name != "input"} for m in history]
+    sample = samples[task_id(task)]
+    samples[task_id(task)] += 1
+    return {"reward_by": "official rules", **record, "sample": sample,
+            "dialogue_history": [first_message(task, max_turns), *history]}
 
 
 def records(row, args):
@@ -170,30 +199,14 @@ def history_messages(history):
             for role, text in zip(("user", "assistant"), turn)]
 
 
-UNSUPPORTED = {  # fields that would change the prompt or the loss, and what to do instead
-    "system": "make it a first message with the role system",
-    "input": "prompts are built from the messages: drop it if the first one has the "
-             "instructions, else put them there",
-    "reasoning_content": "put it into content as <think> ... </think>",
-    **dict.fromkeys(["tools", "tool_calls"], "for tools see TRL"),
-    **dict.fromkeys(["loss", "loss_mask", "weight", "train"], "every message has the same weight")}
-
-
-def reject_unsupported(fields):
-    """Raises ValueError for an UNSUPPORTED field of a line or a message."""
-    for name in UNSUPPORTED:
-        if fields.get(name) not in (None, "", [], {}, 1):  # a weight of 1 (or true) is fine
-            raise ValueError(f"the field {name!r} is not supported: {UNSUPPORTED[name]}")
-
-
 def drop(fields, what):
-    """Names fields that no format has; raises ValueError for one that may belong to the prompt."""
-    reject_unsupported(fields)
+    """Names fields that no format has; raises ValueError if the prompt or the loss needs one."""
     for name, value in fields.items():
         words = {word.removesuffix("s") for word in re.split("[^a-z]+", name.lower())}
-        if isinstance(value, (str, list, dict)) and value and words & CONTEXT:
-            raise ValueError(f"the {what} {name!r} may belong to the prompt: put its text into the "
-                             "prompt, or remove it")
+        has_context = isinstance(value, (str, list, dict)) and value and words & CONTEXT
+        if has_context or (name in WEIGHTS and value not in (None, 1)):
+            raise ValueError(f"the {what} {name!r} may change the prompt or the loss: put its text "
+                             "into the messages, or remove it")
         if value not in (None, "", [], {}):
             add_warning(f"times the {what} {name!r} is dropped", repr(value)[:40])
 

@@ -1,24 +1,26 @@
-"""Prints the dialogues that a trainer would train on, with the trained tokens marked.
+"""Prints what a trainer trains on, with the trained tokens marked: its whole input, or a step's.
 
-    python tests/experiments/show.py train_policy.py --loss rft --all 1 --model runs/base < demos.jsonl
-    python tests/experiments/show.py train_critic.py --min_gap 0 --model runs/base < trajectories.jsonl
+    python tests/experiments/show.py train_policy.py --loss rft --all 1 --model M < demos.jsonl
+    python tests/experiments/show.py runs/critic 48 < graded.jsonl   # step 48, where the loss jumps
 
-Put it before a trainer's command: the trainer's own functions read stdin with these flags and make
-the pairs, so that what is printed is what would be trained, template and all. Nothing is trained,
-and --out is not touched. A token is trained by where it is, not by what it says: the same text in a
-prompt is not marked.
+The first form is a trainer's command, whose own functions read stdin and make the pairs. Nothing is
+trained, and --out is not touched. The second form computes the batches of a run again, from the
+data that it was trained on. Both print pairs in the order of training; held-out ones are left out.
 
 In a terminal the trained tokens of a pair's chosen side are green, those of its rejected side red;
-elsewhere they stand in [[ and ]]. The rest is what the model reads. Control characters in texts are
-printed as ?.
+elsewhere they stand in [[ and ]]. The rest is what the model reads. A token is trained by where it
+is: the same text in a prompt is not marked. Control characters are printed as ?.
 """
+import os
 import signal
 import sys
 from importlib import import_module
+from itertools import chain
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-from utils import fail, run  # noqa: E402
+from model import all_batches, common_prefix, find_model  # noqa: E402
+from utils import changed_scripts, digest, fail, rows_of, run, say  # noqa: E402
 
 TRAINERS = "train_policy.py", "train_critic.py"
 COLOURS = {"chosen": "\033[32m", "rejected": "\033[31m"}
@@ -36,8 +38,6 @@ def marked(tokenizer, turns, side):
     Of a prompt only what follows the earlier text is shown. Where it differs from that text, as in
     templates that drop earlier thoughts, a line says so.
     """
-    from model import common_prefix
-
     def decode(ids):
         return printable(tokenizer.decode([*map(ord, ids)], skip_special_tokens=False))
 
@@ -48,47 +48,60 @@ def marked(tokenizer, turns, side):
     for turn in turns:
         shared = common_prefix(so_far, turn.prompt)
         if shared < len(so_far):
-            text += f"\n... the next prompt shares {shared} tokens with the text above, then reads\n"
+            text += f"\n... the next prompt shares {shared} tokens with the text above, then is\n"
         text += decode(turn.prompt[shared:]) + before + decode(turn.action) + after
         so_far = turn.prompt + turn.action
     return text
 
 
-def groups_of(args, trainer):
-    """Returns [(task id, [Pair])] of stdin."""
-    from model import read_trajectories, trajectory_pairs
+def groups_of(trainer, args):
+    """Returns ([[Pair]] to train on, [Pair] held out) of stdin, from the trainer's prepare()."""
     if trainer.__name__ == "train_policy":
-        trajectories = read_trajectories(args, pi_reads_c=False, ref_reads_c=False)
-        groups = [(task, pairs) for task, pairs in trainer.make_groups(args, trajectories) if pairs]
-        return groups or fail("there is nothing to train on")
-    trajectories = read_trajectories(args, "reward", pi_reads_c=True,
-                                     ref_reads_c=args.ref_context == "hidden")
-    groups = [*trajectory_pairs(trajectories, args.min_gap).items()]
-    return groups or fail("no task has a pair of trajectories")
+        return trainer.prepare(args)
+    _, (_, pairs_of, held_out) = trainer.prepare(args)
+    return [*pairs_of.values()], held_out
 
 
-def main(args):
-    from model import find_model
+def pairs_of_step(out, step):
+    """Returns (the flags of the run in `out`, the pairs of one of its steps)."""
+    *_, start = {"steps": 0}, *(row for row in rows_of(out) if "args" in row)
+    if not 0 <= step < start["steps"]:
+        fail(f"no step {step}: the run in {out} has {start['steps']}, counted from 0")
+    trainer = import_module(os.path.basename(start["argv"][0]).removesuffix(".py"))
+    if changed := changed_scripts(out):
+        say(f"warning: the run is of another {changed}, which may have made other batches")
+    args = trainer.get_args([])
+    vars(args).update(start["args"])
+    path = os.path.join(start["cwd"], args.model)
+    args.model = path if os.path.isdir(path) else args.model  # the run may have been elsewhere
+    groups, held_out = groups_of(trainer, args)
+    if digest([*map(digest, chain(*groups, held_out))]) != start["pairs_hash"]:  # by RunDirectory
+        fail(f"stdin is not the data of the run in {out}: its pairs_hash is another")
+    return args, all_batches(groups, args.batch_size, args.epochs, args.seed)[step]
+
+
+def main(argv):
+    if argv[0] in TRAINERS:
+        trainer = import_module(argv[0].removesuffix(".py"))
+        args = trainer.get_args(argv[1:])
+        pairs = [*chain(*groups_of(trainer, args)[0])]
+    else:
+        args, pairs = pairs_of_step(argv[0], int(argv[1]))
     tokenizer = find_model(args.model)[1]
-    for task, pairs in groups_of(args, args.trainer):
-        for i, pair in enumerate(pairs, 1):
-            for side in ("chosen", "rejected"):
-                turns = getattr(pair, side)
-                if not turns:  # of --loss rft, which has one side
-                    continue
-                trained = sum(len(turn.action) for turn in turns)
-                print(printable(f"--- task {task}, pair {i} of {len(pairs)}, {side}: {len(turns)} "
-                                f"messages, {trained} trained tokens ---"))
-                print(marked(tokenizer, turns, side), end="\n\n", flush=True)
+    for i, pair in enumerate(pairs, 1):
+        for side in ("chosen", "rejected"):
+            turns = getattr(pair, side)
+            if not turns:  # of --loss rft, which has one side
+                continue
+            trained = sum(len(turn.action) for turn in turns)
+            print(f"--- pair {i} of {len(pairs)}, {side}: {len(turns)} messages, {trained} trained "
+                  "tokens ---")
+            print(marked(tokenizer, turns, side), end="\n\n", flush=True)
 
 
 if __name__ == "__main__":
-    if sys.argv[1:2] in ([], ["-h"], ["--help"]):
-        sys.exit(print(__doc__))
-    if sys.argv[1] not in TRAINERS:
-        fail(f"{sys.argv[1]} is no trainer: give {' or '.join(TRAINERS)} and its flags")
+    is_step = len(sys.argv) == 3 and sys.argv[2].isdecimal()
+    if not is_step and sys.argv[1:2] not in ([name] for name in TRAINERS):
+        sys.exit(__doc__)
     signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # so that `| head` ends it silently
-    TRAINER = import_module(sys.argv[1].removesuffix(".py"))
-    ARGS = TRAINER.get_args(sys.argv[2:])
-    ARGS.trainer = TRAINER
-    run(main, ARGS)
+    run(main, sys.argv[1:])

@@ -11,8 +11,9 @@ Run it with this repo's root in PYTHONPATH. extras are the columns of a line of 
     human_params  of an LLM's requests, as JSON text (optional)
     max_turns     the most messages of the agent (optional, 10)
 
-The reward is that of `colbench.py grade`, and comes with the last message; messages before it get
-0. The metadata of the last step are the fields that a record would have.
+null means missing, also in a task: a column of a data set has a field in all rows or in none. The
+reward is that of `colbench.py grade`, and comes with the last message; messages before it get 0.
+The metadata of the last step are the fields that a record would have.
 """
 import asyncio
 import atexit
@@ -62,11 +63,19 @@ def grader(kind):
     return made
 
 
+def without_nulls(x):
+    """Returns x without the fields that are None, at any depth."""
+    if isinstance(x, dict):
+        return {name: without_nulls(value) for name, value in x.items() if value is not None}
+    return [*map(without_nulls, x)] if isinstance(x, list) else x
+
+
 class ColBench(BaseTextEnv):
     """An episode of a task. See the module's docstring for extras."""
 
     def __init__(self, env_config=None, extras=None):
         super().__init__()
+        extras = without_nulls(extras)
         self.task, self.max_turns = extras["task"], extras.get("max_turns", 10)
         with LOCK:
             self.runner = human_runner(extras["human"], extras.get("human_params"))

@@ -34,7 +34,7 @@ with contextlib.suppress(ImportError):
 ROOT = os.path.abspath(os.path.join(os.path.dirname(__file__), "..", ".."))
 sys.path.insert(0, ROOT)
 from colbench import agent_messages, environment, hidden_information, read_records
-from utils import fail, fail_on_error, flag, inline, open_stdout, parser
+from utils import fail, fail_on_error, inline, open_stdout, parser
 
 EPISODES = "runs/train.jsonl"  # where the quickstart writes them
 SOCKET = "TALK_SOCKET"  # environment variable with the descriptor of collect.py's end
@@ -203,10 +203,11 @@ def talk(collect, critic, emit):
 
 if __name__ == "__main__":
     P = parser(__doc__, "%(prog)s --model MODEL [--critic RUN] [flags of collect.py] < tasks.jsonl")
-    flag(P, "model", None, "the agent", required=True)
-    flag(P, "critic", None, "a finished run of train_critic.py; it reads the reference")
-    flag(P, "episodes", None, "records of episodes that the agent was trained on, to show the "
-         f"human's replies in them; default: {EPISODES}, if it exists", metavar="FILE")
+    P.add_argument("--model", required=True, help="the agent")
+    P.add_argument("--critic", help="a finished run of train_critic.py; it reads the reference")
+    P.add_argument("--episodes", metavar="FILE", help="records of episodes that the agent was "
+                   "trained on, to show the human's replies in them; default: "
+                   f"{EPISODES}, if it exists")
     try:
         with STAGES:
             main(*P.parse_known_args())
