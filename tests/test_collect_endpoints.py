@@ -201,6 +201,22 @@ def test_the_manuals_human_reads_the_dialogue_with_roles_exchanged(tasks, tmp_pa
     assert [m["content"] for m in others] == [m["content"] for m in history[1:4]]
 
 
+def test_the_manuals_agent_reads_roles_and_contents(tasks, tmp_path, playing, monkeypatch):
+    text = Path(ROOT, "tests/experiments/MANUAL.md").read_text(encoding="utf-8")
+    (code,) = re.findall(r"<!-- agent -->\n```python\n(.*?)```", text, re.S)
+    (tmp_path / "agent.py").write_text(code)
+    server = Server(lambda path, body: {
+        **chat(f"question {len(body['messages'])}?"), "usage": {"completion_tokens": 7}})
+    monkeypatch.setenv("OPENAI_BASE_URL", server.url)
+    monkeypatch.setenv("OPENAI_API_KEY", "sesame")
+    (r,), _, _ = playing(tasks[:1], "--max_turns", 2, "--agent", tmp_path / "agent.py")
+    history = r["dialogue_history"]
+    assert [m["content"] for m in history[1::2]] == ["question 1?", "question 3?"]
+    assert all(m["completion_tokens"] == 7 and not m["cut"] for m in history[1::2])
+    seen = server.seen[-1][1]["messages"]
+    assert seen == [{name: m[name] for name in ("role", "content")} for m in history[:3]]
+
+
 # --- the engine -----------------------------------------------------------------------------------
 
 def draw(prompt, seed, most, stop):

@@ -128,12 +128,12 @@ def test_two_edits_combine_but_for_those_of_one_place(tmp_path):
             edited(" ".join(pair), tmp_path)
         except subprocess.CalledProcessError:
             conflicts.add(pair)
-    told = re.search(r"Two edits combine, but for (.*?)\.\s", MANUAL, re.S)[1]
+    told = re.search(r"\*\*Edits\*\*: .*? except (.*?)\.\s", MANUAL, re.S)[1]
     of_one_line = {("regression", "margin_by_gap"), ("regression", "sqrt_length"),
                    ("regression", "sum"), ("sqrt_length", "sum"),  # of the critic's loss
                    ("grpo", "opsd"),  # of the policy's choices
                    ("csv", "wandb")}  # of where a row is written
-    assert "those of one line" in told and conflicts - of_one_line == {
+    assert "change the same line" in told and conflicts - of_one_line == {
         tuple(re.findall(r"`(\w+)`", pair)) for pair in told.split(",")[:3]}
 
 
@@ -431,6 +431,40 @@ def run(command, folder):
     done = shell(f"set -euo pipefail\n{command}", cwd=folder, timeout=1800, in_forks=1)
     assert done.returncode == 0, done.stderr
     return done
+
+
+@pytest.mark.skipif(not shutil.which("jq"), reason="jq is not installed")
+def test_the_manuals_lines_of_jq(folder, tasks):
+    """Tasks by id or by reward; and scores by which train_policy.py ranks: short is good."""
+    runs = folder / "runs"
+    (runs / "tasks.jsonl").write_text(lines(tasks))
+    first = tasks[0]["task"]["id"]
+    run(block("ids").replace("pay-rate4", first), folder)
+    assert records((folder / "some.jsonl").read_text()) == [tasks[0]]
+    unsolved = {r["task"]["id"] for r in records((folder / "unsolved.jsonl").read_text())}
+    assert unsolved == {r["task"]["id"] for r in tasks} != {first}
+
+    run(block("scores"), folder)
+    jq = re.search(r"jq -c '(\.dialogue_history.*?)'", block("scores"))[1]
+    scored = records(subprocess.run(["jq", "-c", jq], input=(runs / "train.jsonl").read_text(),
+                                    text=True, stdout=subprocess.PIPE, check=True).stdout)
+    candidates = [c for r in scored for m in agent_messages(r) for c in m["candidates"]]
+    assert candidates and all(c["advantage"] == -len(c["token_ids"]) for c in candidates)
+    assert len(steps(runs / "short")) > 0
+
+
+def test_the_manuals_collection_resumes(folder, tasks):
+    """After a kill in the middle of a line. Each episode is there once, those before are kept."""
+    (folder / "runs" / "tasks.jsonl").write_text(lines(tasks))
+    command = block("resume").replace("--max_turns 6", "--max_turns 2")
+    run(command, folder)
+    path = folder / "runs" / "all.jsonl"
+    first, second, *_ = whole = path.read_text().splitlines(keepends=True)
+    path.write_text(first + second[:-20])
+    run(command, folder)
+    assert path.read_text().startswith(first)
+    assert sorted(map(key_of, records(path.read_text()))) == sorted(
+        key_of(record) for line in whole for record in records(line))
 
 
 @pytest.mark.full
