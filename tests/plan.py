@@ -40,7 +40,8 @@ from torch.utils.checkpoint import checkpoint  # noqa: E402
 from transformers import AutoModelForCausalLM  # noqa: E402
 
 import model as M  # noqa: E402
-from colbench import environment, human_prompt, read_records  # noqa: E402
+from colbench import environment, read_records  # noqa: E402
+from collect import human_prompt  # noqa: E402
 from model import (all_batches, find_model, partition,  # noqa: E402
                    sorted_with_prefix_lengths, turns_in)
 from utils import fail, fail_on_error, say  # noqa: E402

@@ -1,12 +1,13 @@
 """The benchmarks: they run; equal work is found equal, unequal work is found out."""
 import json
-import shutil
+import random
 
 import bench_train as B
+import plan
 import pytest
 import torch
-from conftest import ROOT, key_of, records, script, succeed
-from model import Pair, find_model
+from conftest import key_of, records, script, succeed
+from model import Pair, find_model, turns_in
 from test_collect_endpoints import Server, chat
 from test_model import FAMILIES, SLOW, small, some_turns
 from utils import rng
@@ -26,30 +27,61 @@ def test_unequal_work_is_found_out(job, tmp_path, monkeypatch):
     assert B.difference_of_steps(*given) > 1e-3
 
 
-def told_gb(job, shape, recompute, folder):
-    """What plan.py tells of the job's first batch of make_data's, less the moments, in GB."""
-    module, flags, size, _ = B.JOBS[job]
-    groups = B.read_groups(job.split()[0], folder)  # read once for all sizes of a batch
-    batch = B.all_batches(groups, size, epochs=1, seed=0)[0]
-    args = module.get_args(["--out", "x", "--recompute", str(recompute), *flags])
-    return B.expected_gb(B.plan(args, 1, B.config_of(shape), [batch], []))
+@pytest.mark.parametrize("seed", range(3))
+def test_memory_is_that_of_the_tensors_alive(seed):
+    """A view shares its tensor's memory, which is free when neither is left."""
+    r, alive, ignored = random.Random(seed), [], torch.empty(99, device="meta")
+    with plan.Memory([ignored]) as memory:
+        peak = 0
+        for _ in range(200):
+            action = r.choice(["new", "new", "view", "sum", "drop", "drop"])
+            if action == "new" or not alive:
+                alive.append(torch.empty(r.randrange(1, 100), device="meta"))
+            elif action == "view":
+                alive.append(r.choice(alive).view(1, -1))
+            elif action == "sum":
+                alive.append(ignored[:1] + r.choice(alive))
+            else:
+                alive.pop(r.randrange(len(alive)))
+            sizes = {x.untyped_storage()._cdata: x.untyped_storage().nbytes() for x in alive}
+            assert memory.now == sum(sizes.values())
+            peak = max(peak, memory.now)
+        assert memory.peak == peak
 
 
-@pytest.fixture(scope="module")
-def data(tmp_path_factory):
-    return B.make_data(str(tmp_path_factory.mktemp("data")), 8, "tiny")
+def tree_tokens(turns):
+    """Tokens of a tree: the distinct prefixes of its turns."""
+    return len({(turn.prompt + turn.action)[:n + 1] for turn in turns
+                for n in range(len(turn.prompt + turn.action))})
 
 
-@pytest.mark.parametrize("job, recompute, measured", [
-    ("dpo 24", 1, 13.48), ("dpo 24", 0, 17.49), ("critic", 1, 14.68), ("critic", 0, 34.38),
-    ("dpo 96", 1, 15.2)])
-def test_plan_tells_the_memory_that_an_h100_took(job, recompute, measured, data):
-    """In GB, of a model with 1.2B weights that is not compiled.
+def test_a_plan_is_that_of_plain_sums():
+    """Of tokens, FLOPs and bytes; what takes more memory is told to take more."""
+    r, config = random.Random(0), small("llama").config
+    pairs = [Pair(*((turn,) for turn in some_turns(r.sample(range(40), 20))[:2]))
+             for _ in range(6)]
+    batches, ref_turns = [pairs[:4], pairs[4:]], turns_in(pairs)
 
-    Then a turn's candidate pairs were drawn with replacement, so that a batch had fewer turns.
-    """
-    within = 0.03 if job.startswith("dpo") else 0.022
-    assert told_gb(job, "1b", recompute, data) == pytest.approx(measured, rel=within)
+    def told(gpus=1, **flags):
+        args = B.train_critic.get_args(["--out", "x", "--tree_tokens", "9999"])
+        vars(args).update(flags)
+        return plan.plan(args, gpus, config, batches, ref_turns)
+
+    got, n = told(recompute=0), sum(p.numel() for p in small("llama").parameters())
+    by_batch = [tree_tokens(turns_in(batch)) for batch in batches]
+    assert got["tokens"] == {"computed": sum(by_batch), "slowest_rank": sum(by_batch)}
+    assert got["reference_tokens"] == tree_tokens(ref_turns) and got["parameters"] == n
+    flops = 6 * sum(by_batch) + 2 * tree_tokens(ref_turns)
+    assert got["hours"] == pytest.approx(n * flops / 400e12 / 3600, rel=5e-3)
+    assert told(recompute=1)["hours"] / got["hours"] == pytest.approx(
+        (flops + 2 * sum(by_batch)) / flops, rel=1e-2)
+    assert got["gb_per_gpu"] == pytest.approx(16 * n / 1e9, rel=5e-3)
+    assert told(gpus=4)["gb_per_gpu"] == pytest.approx(4 * n / 1e9, rel=5e-3)
+    assert told(offload=1)["gb_per_gpu"] == 0
+    offloaded, shared, usual, kept = (told(**flags)["peak_gb_per_gpu"] for flags in (
+        {"offload": 1, "recompute": 1}, {"gpus": 4, "recompute": 1}, {"recompute": 1},
+        {"recompute": 0}))
+    assert max(offloaded, shared) < usual < kept and usual > 12 * n / 1e9
 
 
 @pytest.mark.parametrize("kind, own, supports_trees", [
@@ -58,7 +90,7 @@ def test_plan_tells_the_memory_that_an_h100_took(job, recompute, measured, data)
 def test_plan_tells_the_memory_of_trees_alone(kind, own, supports_trees):
     turns = some_turns()
     pair, args = Pair((turns[0],), (turns[1],)), B.train_critic.get_args(["--out", "x"])
-    told = B.plan(args, 2, small(kind, **own).config, [[pair]], [])["peak_gb_per_gpu"]
+    told = plan.plan(args, 2, small(kind, **own).config, [[pair]], [])["peak_gb_per_gpu"]
     assert (told is not None) == supports_trees
 
 
@@ -89,20 +121,6 @@ def test_plan_tells_the_tokens_of_an_llm_human_to_5_percent(tiny_dir):
             assert told[f"{name}_per_episode"] == pytest.approx(tokens / 60, rel=within)
         dollars = (0.15 * used["read"] + 0.6 * used["written"]) / 1e6
         assert told["dollars"] == pytest.approx(dollars, rel=within + 0.005)
-
-
-@pytest.mark.full
-def test_and_of_8b_by_lora(tmp_path, data):
-    from test_readme import edited  # which reads the README; the copy has none
-    copy = edited("lora", tmp_path)
-    shutil.copytree(f"{ROOT}/tests", copy / "tests")
-    plan = copy / "tests" / "plan.py"
-    plan.write_text(plan.read_text().replace("# after lora.diff: ", ""))
-    (copy / "tests" / "told.py").write_text(
-        "import sys, test_bench\nprint(test_bench.told_gb('critic', '8b', 1, sys.argv[1]))")
-    done = succeed(copy / "tests" / "told.py", data)
-    pi_ref = 2 * 8.07  # was not there
-    assert float(done.stdout) - pi_ref == pytest.approx(25.91, rel=0.03)
 
 
 @pytest.mark.full

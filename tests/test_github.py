@@ -5,6 +5,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 import yaml
 from huggingface_hub import DatasetCard, ModelCard
 
@@ -49,6 +50,7 @@ main()
 """  # the real `hf`, with the folder hub/ as the Hub
 
 
+@pytest.mark.full
 def test_models_and_records_come_back_from_the_hub(ranked, tasks, tiny_dir, tmp_path):
     """By MANUAL's commands: a model samples the same, records are the same, cards are read."""
     (tmp_path / "runs").mkdir()

@@ -22,7 +22,7 @@ sys.path.insert(0, os.path.join(os.path.dirname(__file__), "..", ".."))
 from colbench import (GraderError, Renderer, RenderError, agent_messages, cpus, environment,
                       extract_page, hidden_information, read_records, task_id)
 from evaluate import name_and_files
-from utils import fail, flag, parser, run
+from utils import fail, parser, run
 
 TEMPLATE = os.path.join(os.path.dirname(os.path.abspath(__file__)), "report_page.html")
 
@@ -30,8 +30,8 @@ TEMPLATE = os.path.join(os.path.dirname(os.path.abspath(__file__)), "report_page
 def get_args(argv=None):
     p = parser(__doc__, "%(prog)s [flags] FILE | NAME=FILE,FILE,... ... > report.html")
     p.add_argument("files", nargs="+", metavar="FILE", help="graded records of one system")
-    flag(p, "logprob_weight", 0.0, "rank candidates by advantage + this x log-prob, as in "
-         "train_policy.py")
+    p.add_argument("--logprob_weight", type=float, default=0, metavar="N",
+                   help="rank candidates by advantage + N x log-prob, as in train_policy.py")
     return p.parse_args(argv)
 
 
