@@ -9,61 +9,56 @@ The sections, in order. A reader of the method needs only those with a star:
   * environments              a class per kind of task: its prompts and how answers are graded
   * records                   their fields (RECORD), and how they are read and checked
     grading                   many records at once
-    backend                   functions: verdicts, what a program's text shows, fork servers
+    backend                   functions: the grader, and the sandbox in which answers run
     frontend                  pages: a browser that renders them, and their likeness by CLIP
     command line              grade and check
-    the sandbox               in which answers run, in five sections
-    the kinds of tasks        where environments of your own are imported
 
 Left out on purpose: a fresh interpreter or container per answer, because sandboxed forks grade
-seven times as many answers a second as interpreters (RESULTS.md); answers that need files, threads
-or packages beyond numpy and sympy; and comparing by ==, which an answer's own class could forge.
+several times as many answers a second as interpreters (RESULTS.md); answers that need files,
+threads or packages beyond numpy and sympy; and comparing by ==, which an answer's own class could
+forge.
 
     python colbench.py grade < episodes.jsonl > graded.jsonl   # adds the reward
     python colbench.py check < tasks.jsonl > good.jsonl        # drops broken tasks
 """
 import __future__
-import _ast
+import ast
+import asyncio
 import collections.abc
+import concurrent.futures
 import contextlib
 import ctypes
 import datetime
+import decimal
 import functools
 import gc
+import html
 import importlib
+import io
 import json
 import math
 import numbers
 import os
 import pathlib
 import pkgutil
+import queue
 import re
 import resource
+import shutil
 import signal
 import socket
 import struct
+import subprocess
+import symtable
 import sys
 import textwrap
+import threading
+import time
 import types
-import uuid
+import urllib.parse
 from hashlib import sha256
 
-# `colbench.py serve` is a fork server of the sandbox (the last sections), which imports little
-SERVING = __name__ == "__main__" and sys.argv[1:2] == ["serve"]
-if not SERVING:
-    import asyncio
-    import concurrent.futures
-    import html
-    import io
-    import queue
-    import shutil
-    import subprocess
-    import threading
-    import time
-    import urllib.parse
-
-    from utils import (add_warning, digest, fail, fail_on_error, flag, open_stdout, parser,
-                       private_copy, read_jsonl, run, say, show_traceback)
+from utils import (digest, fail, open_stdout, parser, private_copy, read_jsonl, run, say)
 
 
 ANSWER = "I WANT TO ANSWER:"   # marks the final answer, which follows it
@@ -97,7 +92,8 @@ def environment(task):
 
 def hidden_information(task):
     """Returns what the agent must not see: `hidden_information`, by default the reference."""
-    return task.get("hidden_information", task["ground_truth"])
+    hidden = task.get("hidden_information")
+    return task["ground_truth"] if hidden is None else hidden
 
 
 def with_hidden(history, hidden):
@@ -130,37 +126,66 @@ def fill(prompt, **values):
     return re.sub("{(%s)}" % "|".join(values), lambda match: str(values[match[1]]), prompt)
 
 
+# A model may write ANSWER in another way: its words in any case, with or without a colon at the end
+# of the line, and with marks around them, such as **I want to answer**: or <b>I WANT TO ANSWER</b>
+ANSWER_WORDS = r"\s+".join(re.escape(word) for word in ANSWER.rstrip(": ").split())
+MARKS = r"(?:[*_\"']|`(?!`)|</?\w+>)*"
+MARKER = re.compile(
+    rf"(?:{re.escape(ANSWER)}|{ANSWER_WORDS}{MARKS}(?:[ \t]*[:：]|[ \t]*$)){MARKS}", re.I | re.M)
+# The thought of a reasoning model is between tags, or in Mistral's, Gemma's or gpt-oss's marks
+TAG = r"(?:think|thinking|thought|reasoning|seed:think)"
+THOUGHT_START = re.compile(rf"\s*(?:<{TAG}>|\[THINK\]|<\|channel\|?>)")
+THOUGHT_END = re.compile(rf"</{TAG}>|\[/THINK\]|<channel\|>|<\|channel\|>final<\|message\|>")
+
+
 def read_action(output, last):
     """Parses the agent's output into (text shown to the human, final answer or None).
 
     In the last turn (`last`) the whole text is the answer if it has no ANSWER, as in ColBench. Pass
     "<think>" + output if the prompt has opened a thought (see model.think_prefix).
     """
-    output = without_thinking(output)
+    output = without_thinking(output, may_lack_start=False)
     thought, has_output, message = output.partition(OUTPUT)
-    # In 'ANSWER def f(): print("OUTPUT:")' the answer's own code contains OUTPUT: keep it whole. In
-    # 'ANSWER now? OUTPUT: ANSWER def f(): ...' the first ANSWER is still thought: remove it.
-    marker = re.escape(ANSWER)
-    code = r"```|def |class |import |from |@"
-    answer_started = re.search(rf"^[^\w\n]*{marker}|{marker}\s*({code})", thought, re.M)
-    if has_output and (not answer_started or ANSWER in message):
+    # The OUTPUT in 'ANSWER def f(): print("OUTPUT:")' is part of the answer. But in
+    # 'ANSWER now? OUTPUT: ANSWER def f(): ...' the first ANSWER is part of the thought.
+    if has_output and (MARKER.search(message) or not starts_answer(thought)):
         output = message
     content = output.strip()
-    before, has_answer, answer = content.partition(ANSWER)
-    if not has_answer:
+    markers = list(MARKER.finditer(content))
+    if not markers:
         return content, content if last else None
-    if before.endswith("**"):  # ANSWER is bold
-        answer = answer.removeprefix("**")
+    # ANSWER may be written twice: the last one that starts a line counts
+    marker = ([m for m in markers if starts_line(content, m)] or markers[:1])[-1]
+    before, answer = content[:marker.start()], content[marker.end():]
     if before.count("```") % 2:  # ANSWER is inside a code block
         answer = "```\n" + answer
     indented = re.match(r"\s*\n[ \t]", answer)  # strip() alone would dedent only the first line
     return content, (textwrap.dedent(answer) if indented else answer).strip()
 
 
-def without_thinking(output):
-    """Removes the thought that opens a reasoning model's output; "" if the thought never ends."""
-    opens, _, thought = output.partition("<think>")
-    return output.strip() if opens.strip() else thought.partition("</think>")[2].strip()
+def starts_line(text, marker):
+    """Whether a match of MARKER is the first on its line, apart from tags and signs."""
+    line = text[:marker.start()].rpartition("\n")[2]
+    return not re.search(r"[^\W_]", re.sub("<.*?>", "", line))
+
+
+def starts_answer(text):
+    """Whether a text has an ANSWER that starts a line or stands before code."""
+    code = re.compile(r"\s*(```|def |class |import |from |@)")
+    return any(starts_line(text, m) or code.match(text, m.end()) for m in MARKER.finditer(text))
+
+
+def without_thinking(text, may_lack_start=True):
+    """Removes the thought that opens a reasoning model's text; "" if the thought never ends.
+
+    may_lack_start: also if only its end is there, because a server's prompt has started it.
+    """
+    end = THOUGHT_END.search(text)
+    if end and may_lack_start and not THOUGHT_START.search(text, 0, end.start()):
+        return text[end.end():].strip()
+    if not THOUGHT_START.match(text):
+        return text.strip()
+    return text[end.end():].strip() if end else ""
 
 
 class Episode:
@@ -207,7 +232,7 @@ class Episode:
         history = private_copy(self.history)
         answer = environment(self.task).final_answer(history, self.submitted)
         return {"dialogue_history": self.history, "answer": answer or "",
-                "answered": ANSWER in self.history[-1]["content"]}
+                "answered": bool(MARKER.search(self.history[-1]["content"]))}
 
 
 # --- environments: one class per kind of task -----------------------------------------------------
@@ -343,6 +368,13 @@ mention pictures."""
         return {"reward": self.likeness(*pages), "reward_by": self.reward_by}
 
 
+# Environments of your own import this module to add their class here (MANUAL.md, "Your own
+# environment"). They must get this very module, also where it runs as a script.
+sys.modules["colbench"] = sys.modules[__name__]
+ENVIRONMENTS = {"backend": Functions, "frontend": Pages}
+# your own environments are imported here
+
+
 # --- records --------------------------------------------------------------------------------------
 
 # The fields that the scripts read, with their shapes. All are optional, null means that a field is
@@ -444,8 +476,7 @@ def read_records(stream, *fields, source="stdin", to_grade=False, to_train=False
             if "task" not in record and "problem_description" in record:
                 record = {"task": record}  # ColBench's published task files hold bare tasks
             check_record(record, fields, to_grade, to_train)
-            seen.add_task(record["task"], place)
-            seen.add_episode(record, place)
+            seen.add(record, place)
         except ValueError as e:
             fail(f"{place}: {e}")
         key = task_id(record["task"]), record.get("sample"), record.get("meta", {}).get("seed")
@@ -464,10 +495,7 @@ def check_record(record, fields, to_grade, to_train):
     Rounds a reward within 1e-9 of 1 or 0, so that the sum of ten times 0.1 counts as solved.
     """
     check_shape(record, RECORD)
-    if "failed" in record:  # it has no more than its task
-        fields, to_grade, to_train = (), False, False
-    history = record.get("dialogue_history", [])
-    check_dialogue(history, "dialogue_history")
+    check_dialogue(record.get("dialogue_history", []), "dialogue_history")
     if "reward" in record:
         nearest = round(record["reward"])
         if 0 < abs(record["reward"] - nearest) < 1e-9:
@@ -475,42 +503,35 @@ def check_record(record, fields, to_grade, to_train):
         if not -1 <= record["reward"] <= 1:
             raise ValueError(f"the reward {record['reward']} is not between -1 and 1")
     kind = environment(record.get("task", {}))
-    required = ["task.problem_description", "task.ground_truth", *fields]
-    if to_grade:
-        required += kind.required_fields
+    required = ["task.problem_description", "task.ground_truth"]
+    is_episode = "failed" not in record  # a failed one has no more than its task
+    if is_episode:
+        required += [*fields, *(kind.required_fields if to_grade else ())]
     for path in required:
-        value = record
-        for key in path.split("."):
-            value = value.get(key) if isinstance(value, dict) else None
-        if value in (None, {}, []):
+        parent, _, name = path.rpartition(".")
+        holder = record.get(parent, {}) if parent else record
+        if holder.get(name) in (None, {}, []):
             raise ValueError(f"this record has no {path!r}")
-    if to_train and not agent_messages(record):
+    if to_train and is_episode and not agent_messages(record):
         raise ValueError("dialogue_history has no message of the agent")
 
 
-TYPES = {  # Python counts true and false as ints
-    str: ("text", lambda x: isinstance(x, str)),
-    bool: ("true or false", lambda x: isinstance(x, bool)),
-    int: ("a non-negative integer",
-          lambda x: isinstance(x, int) and not isinstance(x, bool) and 0 <= x < 2 ** 62),
-    float: ("a finite number",
-            lambda x: isinstance(x, (int, float)) and not isinstance(x, bool) and abs(x) < 1e300),
-    list: ("a list", lambda x: isinstance(x, list)),
-    dict: ("an object", lambda x: isinstance(x, dict))}
+KINDS = {str: "text", bool: "true or false", int: "an integer", float: "a number", list: "a list",
+         dict: "an object"}
 
 
 def check_shape(value, shape, path=""):
-    """Raises ValueError if a value does not have the shape; drops known keys that are None."""
-    what, fits = TYPES[shape if isinstance(shape, type) else type(shape)]
-    if not fits(value):
-        raise ValueError(f"{path} is not {what}")
+    """Raises ValueError if a value does not have the shape; drops known keys that are null."""
+    kind = shape if isinstance(shape, type) else type(shape)
+    if not isinstance(value, (int, float) if kind is float else kind):
+        raise ValueError(f"{path} is not {KINDS[kind]}")
     if isinstance(shape, list):
         for i, item in enumerate(value):
             check_shape(item, shape[0], f"{path}[{i}]")
     if isinstance(shape, dict):
         for key in list(value):
             expected = shape.get(key, shape.get(...))
-            if key in shape and value[key] is None:
+            if expected is not None and value[key] is None:
                 del value[key]
             elif expected is not None:
                 check_shape(value[key], expected, f"{path}.{key}".lstrip("."))
@@ -536,40 +557,23 @@ class Seen:
         self.tasks = tasks
         self.episodes = {}  # {digest: place}
 
-    def add_task(self, task, place):
-        """Raises ValueError if the task differs from an earlier one of its id."""
-        name, content = task_id(task), task_content(task)
+    def add(self, record, place):
+        """Raises ValueError if the task differs from an earlier one, or the episode came before."""
+        name, content = task_id(record["task"]), task_content(record["task"])
         first, line = self.tasks.setdefault(name, (content, place))
         if content != first:
             differ = [x for x in sorted(first | content) if first.get(x) != content.get(x)]
             raise ValueError(f"the task {name} differs from the one in {line} in "
                              f"{', '.join(differ)}: give one of them another id")
-
-    def add_episode(self, record, place):
-        """Raises ValueError if the record's episode came before."""
         if not record.get("dialogue_history") or "sample" not in record:
             return
-        name, sample = task_id(record["task"]), record["sample"]
-        episode = [name, sample, settings(record.get("meta", {})),
+        episode = [name, record["sample"], settings(record.get("meta", {})),
                    message_texts(record["dialogue_history"])]
         key = digest(json.dumps(episode, sort_keys=True))
         if key in self.episodes:
-            raise ValueError(f"sample {sample} of the task {name} is also in "
+            raise ValueError(f"sample {record['sample']} of the task {name} is also in "
                              f"{self.episodes[key]}: give each file and each line only once")
         self.episodes[key] = place
-
-
-def check_opening(record):
-    """Warns if unsampled messages follow an opening that is not first_message(), numbers aside."""
-    task, opening = record["task"], record["dialogue_history"][0]["content"]
-    if not task["problem_description"] or any(m.get("token_ids") for m in agent_messages(record)):
-        return
-    opening = opening.removeprefix(HIDDEN.format(hidden=hidden_information(task)))
-    expected = first_message(task, 10)["content"]  # 10 turns, or another number
-    if re.sub(r"\d+", "", opening) != re.sub(r"\d+", "", expected):
-        add_warning("dialogues do not begin with first_message(task, max_turns), which collect.py "
-                    "shows the agent: an agent trained on them may fail there",
-                    f"the task {task_id(task)}")
 
 
 # --- grading many records -------------------------------------------------------------------------
@@ -578,31 +582,16 @@ def grade_records(records, args, check=False):
     """Yields the records with the fields that their environment's `grade` returns, in order.
 
     check: grade the task's own reference instead of the answer, by the environment's `check`.
-
-    If `grade` raises, the record is reported and left out, and the program fails at the end. An
-    invalid line, or a kind without its packages, ends it once the lines before are graded; a
-    GraderError ends it immediately.
     """
-    failed = 0
     for record, job in start_grading(records, args, check):
-        try:
-            fields = job.result()
-        except GraderError:
-            raise
-        except Exception as e:
-            failed += 1
-            show_traceback(e)
-            say(f"task {task_id(record['task'])} could not be graded: {type(e).__name__}: {e}")
-        else:
-            yield {k: record[k] for k in record if k not in GRADE_FIELDS} | fields
-    if failed:
-        fail(f"{failed} answers could not be graded and were left out")
+        yield {k: record[k] for k in record if k not in GRADE_FIELDS} | job.result()
 
 
 def start_grading(records, args, check):
     """Yields (record, future of grade_fields) in order, as soon as the first future is done.
 
-    Waits for one that is not done only if many are running, or after the last record.
+    Waits for one that is not done only if many are running, or after the last record. An invalid
+    line raises its error when the records before it are graded.
     """
     jobs = collections.deque()
     graders = {}  # {class of environments: the one that grades}
@@ -613,13 +602,12 @@ def start_grading(records, args, check):
             for record in records:
                 kind = environment(record["task"])
                 if kind not in graders:
-                    with fail_on_error(f"{kind.__name__} can't grade"):
-                        graders[kind] = kind(args)
+                    graders[kind] = kind(args)
                     stack.callback(graders[kind].close)
                 jobs.append((record, pool.submit(grade_fields, graders[kind], record, check)))
                 while jobs and (jobs[0][1].done() or len(jobs) >= 4 * args.workers):
                     yield jobs.popleft()
-        except SystemExit as e:  # an invalid line, or a kind that can't grade
+        except SystemExit as e:
             invalid = e
         yield from jobs
     if invalid:
@@ -627,55 +615,32 @@ def start_grading(records, args, check):
 
 
 def grade_fields(grader, record, check):
-    """Returns the fields that an environment gives a record; ValueError if none can hold them."""
+    """Returns the fields that an environment gives a record, none if it is a failed episode."""
     if "failed" in record:
         return {}
     task, answer = private_copy([record["task"], record.get("answer")])
-    fields = grader.check(task) if check else grader.grade(task, answer)
-    check_shape(fields, RECORD)  # else the next stage would refuse the whole file
-    return fields
+    return grader.check(task) if check else grader.grade(task, answer)
 
 
 class GraderError(OSError):
     """The grader itself failed, which is never a verdict on an answer."""
 
 
-class Closing(contextlib.AbstractContextManager):
-    """Is closed at the end of `with`."""
-
-    def __exit__(self, *error):
-        self.close()
-
-
-class Pool:
-    """Lends workers, such as browsers, to threads."""
-
-    def __init__(self, workers):
-        self.idle = queue.LifoQueue()  # last in, first out, so that a light load uses few workers
-        for worker in workers:
-            self.idle.put(worker)
-
-    @contextlib.contextmanager
-    def acquire(self):
-        worker = self.idle.get()
-        try:
-            yield worker
-        finally:
-            self.idle.put(worker)
-
-
 # --- backend: the grader of functions -------------------------------------------------------------
 
 LIMITS = {
-    "test": 1, "answer": 6,  # CPU seconds per test, per answer; references get three times as many
-    "code": 1 << 18}         # characters of an answer
+    "test": 1, "answer": 6,  # seconds per test, per answer; references get three times as many
+    "text": 3}  # seconds to turn a value into text, by which it is compared
 MAY_VARY = "its value may vary: it draws random numbers or reads a clock"
+# A reference or test that may draw random numbers, depend on memory addresses or read a clock.
+RANDOM_OR_CLOCK = re.compile(r"\b(random|randMatrix|urandom|secrets|uuid[14])\b|\b(id|hash)\("
+                             r"|\.(now|utcnow|today)\b|\b(import|from) +time\b|datetime64\('[nt]")
 BANNED_WORDS = ("import os", "from os", "import sys", "from sys", "sudo", "transformers", "exit(",
                 "quit(", "argparse")  # the released scorer gives reward 0 to answers with one
 
 
-class Grader(Closing):
-    """with Grader() as grader: grader.grade(task, answer), from any thread.
+class Grader:
+    """Grades answers to tasks of the kind "backend", from any thread. `close` ends its processes.
 
     rules: "honest", or "official" for the verdicts of the released scorer. workers: number of
     answers graded at once. Raises GraderError if a child can't confine itself.
@@ -692,11 +657,13 @@ class Grader(Closing):
     def __init__(self, rules="honest", workers=2):
         self.official = rules == "official"
         self.expected = {}  # {digest of a reference and its tests: its results}
-        hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
-        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))  # a worker has up to 8 files open
-        self.workers = [{} for _ in range(workers)]  # a worker is {row of SERVERS: ForkServer}
-        self.pool = Pool(self.workers)
-        self.results("", ["0"])  # raises GraderError here if the sandbox does not work
+        # a worker is {whether its answers may import PACKAGES: ForkServer}
+        self.workers = [{} for _ in range(workers)]
+        self.idle = queue.LifoQueue()  # last in, first out, so that a light load uses few workers
+        for worker in self.workers:
+            self.idle.put(worker)
+        if not has_value(self.results("", ["0"])[0]):
+            raise GraderError("the sandbox does not work: it can't even evaluate 0")
 
     def close(self):
         for servers in self.workers:
@@ -706,8 +673,12 @@ class Grader(Closing):
     def grade(self, task, answer):
         """Returns {"reward": share of tests passed, "tests": {name: verdict}}."""
         tests, answer = list(task["test_cases"].values()), answer or ""
-        if reason := self.why_not_run(answer):
-            return with_reward(task, [reason] * len(tests))
+        if not answer.strip():
+            return with_reward(task, ["no answer"] * len(tests))
+        for word in BANNED_WORDS if self.official else ():
+            if word in answer:
+                reason = f"not run: the official rules refuse {word!r}"
+                return with_reward(task, [reason] * len(tests))
         if self.official:
             answer = first_block(answer)
         key = digest([task["ground_truth"], tests])
@@ -719,18 +690,6 @@ class Grader(Closing):
         verdicts = [verdict(result, results.get(i)) for i, result in enumerate(expected)]
         return with_reward(task, verdicts)
 
-    def why_not_run(self, answer):
-        """Returns the verdict on an answer that is not run, else None."""
-        if not answer.strip():
-            return "no answer"
-        if len(answer) > LIMITS["code"]:
-            return f"not run: it has more than {LIMITS['code']:,} characters"
-        if self.official:
-            for word in BANNED_WORDS:
-                if word in answer:
-                    return f"not run: the official rules refuse {word!r}"
-        return None
-
     def check(self, task):
         """Returns grade's fields for the reference as an answer, whose values must never vary."""
         tests = list(task["test_cases"].values())
@@ -741,26 +700,29 @@ class Grader(Closing):
     def results(self, text, tests, time_factor=1):
         """Returns a result per test, see ForkServer.run. time_factor multiplies the time limits."""
         results, seconds_left = [], LIMITS["answer"] * time_factor
-        source = "\n".join([text, *tests])
-        row = next(i for i, (pattern, _) in enumerate(SERVERS) if re.search(pattern, source))
-        with self.pool.acquire() as servers:
+        with_packages = any(word in source for word in PACKAGES for source in (text, *tests))
+        servers = self.idle.get()
+        try:
             while len(results) < len(tests) and seconds_left > 0:  # rerun if a child ends early
                 request = {"text": text, "tests": tests[len(results):], "official": self.official}
-                new, seconds = self.run(servers, row, request, time_factor, seconds_left)
+                new, seconds = self.run(servers, with_packages, request,
+                                        LIMITS["test"] * time_factor, seconds_left)
                 seconds_left -= seconds
                 results += new
+        finally:
+            self.idle.put(servers)
         return results + ["timeout"] * (len(tests) - len(results))
 
-    def run(self, servers, row, request, time_factor, seconds_left):
-        """Runs a request by a server of that row, see ForkServer.run; starts it if necessary."""
+    def run(self, servers, with_packages, *request):
+        """Returns ForkServer.run(*request) of a worker's server, which is started if necessary."""
         for last_try in (False, True):
             try:
-                if row not in servers:
-                    servers[row] = ForkServer(SERVERS[row][1])
-                return servers[row].run(request, LIMITS["test"] * time_factor, seconds_left)
+                if with_packages not in servers:
+                    servers[with_packages] = ForkServer(with_packages)
+                return servers[with_packages].run(*request)
             except OSError as e:  # start another server, but only once
-                if row in servers:
-                    servers.pop(row).stop()
+                if with_packages in servers:
+                    servers.pop(with_packages).stop()
                 if last_try:
                     raise GraderError(f"a fork server failed twice: {e!r}") from e
 
@@ -804,44 +766,55 @@ def describe(result):
     label = {b"raised": "raised", b"refused": "value refused"}.get(kind)
     if label is None:
         return "wrong value"
-    return f"{label} {json.dumps(text[:80].decode('ascii', 'replace'))}"
+    return f"{label} {json.dumps(text.decode('ascii', 'replace'))}"
 
 
-# --- backend: what a program needs, by its text ---------------------------------------------------
+# --- backend: the sandbox -------------------------------------------------------------------------
+#
+# Untrusted answers run in forked children that can compute, and nothing else. A child can make only
+# ALLOWED_CALLS, even as root: no files, processes, network, signals or shared memory. Its memory is
+# limited, and the grader (ForkServer) kills it when its time is up. It can write only to one
+# socket, where it sends a result per test: the hash of the test's value, or an error. It may send
+# anything, but only the hash of the reference's value passes.
+#
+#     grader -- a socket --> fork server -- fork --> child, which confines itself
+#        ^----- the socket: a request to the child, and its result per test -----^
+#
+# The fork server never sees code, values or references, so a child inherits nothing worth reading.
 
+HERE = os.path.dirname(os.path.abspath(__file__))
+LIBC = ctypes.CDLL(None, use_errno=True)
+LIBC.prctl.argtypes = [ctypes.c_int] + 4 * [ctypes.c_ulong]
+MEMORY = 1 << 30     # bytes of a child's address space
+MESSAGE_BYTES = 100  # length of each message of a child
+HAS_VALUE = b"has a value"  # what a child sends before it turns a test's value into text
 # Modules to load before the fork, because children can't open files: the standard library, numpy
-# and sympy, and what these two import lazily.
+# and sympy, and what these two import lazily. Servers that load no packages fork three times as
+# fast, so only answers whose text names a package get the others.
 LIBRARY = [*(name for name in sorted(sys.stdlib_module_names) if name[0] != "_"),
            "_strptime", "_pylong"]
-EXTRA_MODULES = """numpy.char numpy.fft numpy.ma numpy.polynomial numpy.random numpy.rec
-numpy.strings sympy.assumptions sympy.categories sympy.codegen sympy.combinatorics sympy.concrete
-sympy.discrete sympy.integrals sympy.logic sympy.matrices.expressions.applyfunc
-sympy.physics.units sympy.polys sympy.sets sympy.stats sympy.tensor.array.array_derivatives
-sympy.vector""".split()
-# (pattern, modules of a fork server). The first row whose pattern occurs in the answer or its tests
-# is used, because forking with fewer modules is up to ten times as fast.
-EXTRAS = "|".join({name.partition(".")[0] for name in EXTRA_MODULES})  # numpy|sympy
-SERVERS = [(EXTRAS, LIBRARY + EXTRA_MODULES), ("import", LIBRARY),
-           ("", ["_pylong", "unicodedata", "encodings"])]  # what needs no import: str(2 ** 99999)
-# A reference or test that may draw random numbers, depend on memory addresses or read a clock.
-RANDOM_OR_CLOCK = re.compile(r"\b(random|randMatrix|urandom|secrets|uuid[14])\b|\b(id|hash)\("
-                             r"|\.(now|utcnow|today)\b|\b(import|from) +time\b|datetime64\('[nt]")
+PACKAGES = {"numpy": "char fft ma polynomial random rec strings",
+            "sympy": """assumptions categories codegen combinatorics concrete discrete integrals
+                        logic matrices.expressions.applyfunc physics.units polys sets stats
+                        tensor.array.array_derivatives vector"""}
+# Tests, and modules that do something when they are imported.
+NOT_LOADED = """__main__ antigravity benchmarks distutils ensurepip idlelib lib2to3 pydoc_data test
+tests this tkinter turtle turtledemo""".split()
 
-
-# --- backend: fork servers ------------------------------------------------------------------------
 
 class ForkServer:
-    """A running fork server (see the sandbox), for one caller at a time."""
+    """A running fork server, for one caller at a time. with_packages: it has loaded PACKAGES."""
 
-    def __init__(self, modules):
+    def __init__(self, with_packages):
         self.control, server_end = socket.socketpair()
         self.control.settimeout(600)  # importing all modules is slow on a busy machine
-        env = {"PYTHONHASHSEED": "0", "TZ": "UTC", "OPENBLAS_NUM_THREADS": "1"}
-        flags = "-s", "-P", "-B", "-Wignore"  # -I instead of -s -P would ignore PYTHONHASHSEED
-        command = [sys.executable, *flags, os.path.abspath(__file__), "serve", *modules]
+        env = {"PYTHONPATH": HERE, "PYTHONHASHSEED": "0", "TZ": "UTC", "OPENBLAS_NUM_THREADS": "1"}
+        flags = "-s", "-P", "-B", "-Wignore"  # -I instead of -s -P would ignore these variables
+        command = f"import colbench; colbench.serve(with_packages={with_packages})"
         with server_end:
-            self.process = subprocess.Popen(command, stdin=server_end, stdout=subprocess.DEVNULL,
-                                            env=env, cwd="/", start_new_session=True)
+            self.process = subprocess.Popen(
+                [sys.executable, *flags, "-c", command], stdin=server_end,
+                stdout=subprocess.DEVNULL, env=env, cwd="/", start_new_session=True)
 
     def stop(self):
         self.process.kill()
@@ -854,36 +827,48 @@ class ForkServer:
         Results are bytes. If the child ends early, the last one is a str with the reason. per_test,
         total: limits on the time used, see stopwatch.
         """
-        result_socket, child_end = socket.socketpair(type=socket.SOCK_SEQPACKET)  # whole messages
-        with result_socket, open(os.memfd_create("request"), "w+") as file:
-            json.dump(request, file)
-            file.seek(0)
+        ours, child_end = socket.socketpair()
+        with ours:
             with child_end:
-                socket.send_fds(self.control, [b"f"], [child_end.fileno(), file.fileno()])
-            result_socket.settimeout(600)
-            status = result_socket.recv(RESULT_BYTES).decode("ascii", "replace")
+                socket.send_fds(self.control, [b"f"], [child_end.fileno()])
+            ours.settimeout(600)
+            status = ours.recv(MESSAGE_BYTES).decode("ascii", "replace").rstrip()
             if not status.startswith("confined "):  # sent before the child reads the request
                 cause = status or "it ended"
                 raise OSError(f"a child did not start, or could not confine itself: {cause}")
-            results, time_used = [], stopwatch(int(status.split()[1]))
+            ours.sendall(json.dumps(request).encode() + b"\n")
+            results, seconds = [], 0
+            time_used = stopwatch(int(status.split()[1]))
             while len(results) < len(request["tests"]):
-                result = receive(result_socket, time_used, min(total, time_used() + per_test))
+                started = time_used()
+                result = receive(ours, time_used, started + min(per_test, total - seconds))
+                seconds += time_used() - started
+                if result == HAS_VALUE:  # its text takes time of ours, not of the answer's
+                    result = receive(ours, time_used, time_used() + LIMITS["text"])
                 results.append(result)
                 if isinstance(result, str):
                     break  # the child has ended
-            seconds = time_used()
-        self.control.sendall(b"k")
-        if self.control.recv(1) != b"k":
-            raise OSError("the server ended before its child")
+        self.end_child(results[-1])
         return results, seconds
+
+    def end_child(self, last_result):
+        """Ends the child of a run; raises OSError if something else has killed it or the server."""
+        self.control.sendall(b"k")
+        exit_code = self.control.recv(20)
+        if not exit_code:
+            raise OSError("the server ended before its child")
+        # An answer can't kill its child by SIGKILL, nor close its socket. The kernel can kill it.
+        if last_result == "process ended" and int(exit_code) == -signal.SIGKILL:
+            raise OSError("a child was killed, perhaps because memory ran out")
 
 
 def receive(result_socket, time_used, limit):
-    """Returns a child's next result, or a str if it ends or its time_used() reaches `limit`."""
+    """Returns a child's next message, or a str if it ends or its time_used() reaches `limit`."""
     while True:
-        result_socket.settimeout(max(1e-3, limit - time_used()))  # it takes at least this long
+        left = limit - time_used()  # it takes at least this long
+        result_socket.settimeout(min(max(left, 1e-3), 1))  # the stopwatch needs a look each second
         try:
-            return result_socket.recv(RESULT_BYTES) or "process ended"
+            return result_socket.recv(MESSAGE_BYTES).rstrip(b" ") or "process ended"
         except TimeoutError:
             if time_used() >= limit:
                 return "timeout"
@@ -895,16 +880,383 @@ def stopwatch(pid):
     """Returns time_used(), the seconds that a process is charged: of CPU, or a tenth of all time.
 
     So on a busy machine a right answer still has its time, and one that sleeps comes to an end.
+    Time that passes without looks at the stopwatch, at least one a second, is not charged: the
+    machine or the grader was suspended.
     """
-    started = time.monotonic()
+    waited, last_look = 0, time.monotonic()
     clock = (~pid << 3) | 2  # Linux's id of another process's CPU clock
-    return lambda: max(time.clock_gettime(clock), (time.monotonic() - started) / 10)
+
+    def time_used():
+        nonlocal waited, last_look
+        now = time.monotonic()
+        waited, last_look = waited + min(now - last_look, 1.5), now
+        return max(time.clock_gettime(clock), waited / 10)
+    return time_used
+
+
+# --- backend: the fork server, which loads modules and forks children -----------------------------
+
+def load_module(name):
+    """Imports a module and its submodules, except those that are NOT_LOADED or that fail."""
+    if name.rpartition(".")[2] not in NOT_LOADED:
+        with contextlib.suppress(Exception):
+            module = importlib.import_module(name)
+            for submodule in pkgutil.iter_modules(getattr(module, "__path__", ())):
+                load_module(f"{name}.{submodule.name}")
+
+
+def load_modules(with_packages):
+    """Loads what children may import."""
+    for name in LIBRARY:
+        load_module(name)
+    # a child can't open the files of time zones, so cache all of them
+    zoneinfo = sys.modules["zoneinfo"]
+    zoneinfo.kept = [zoneinfo.ZoneInfo(name) for name in zoneinfo.available_timezones()]
+    if with_packages:
+        for package, submodules in PACKAGES.items():
+            for name in submodules.split():
+                load_module(f"{package}.{name}")
+
+
+def serve(with_packages):
+    """Runs a fork server until the grader exits, whose socket `control` is stdin.
+
+    A message with the descriptor of a socket forks a child. The next message kills and reaps that
+    child, and is answered by its exit code.
+    """
+    control = socket.socket(fileno=0)
+    with contextlib.suppress(OSError), open("/proc/self/oom_score_adj", "w") as file:
+        file.write("1000")  # if memory runs out, the kernel kills a child first
+    LIBC.prctl(4, 0, 0, 0, 0)  # PR_SET_DUMPABLE: no core dumps, and only root can read its memory
+    load_modules(with_packages)
+    gc.freeze()  # else garbage collection in a child would copy all shared memory pages
+    with contextlib.suppress(ConnectionError):  # the grader has exited
+        while fds := socket.recv_fds(control, 1, 1)[1]:
+            try:
+                pid = os.fork()
+            except OSError as e:  # such as a limit of processes
+                send(fds[0], f"no fork: {e}")
+                return
+            if pid == 0:
+                run_child(fds[0])
+            os.close(fds[0])
+            control.recv(1)
+            os.kill(pid, signal.SIGKILL)
+            _, status = os.waitpid(pid, 0)
+            control.sendall(b"%d" % os.waitstatus_to_exitcode(status))
+
+
+def send(result_fd, text):
+    """Sends a message to the grader, as MESSAGE_BYTES bytes."""
+    message = text.encode("ascii", "backslashreplace")
+    os.write(result_fd, message[:MESSAGE_BYTES].ljust(MESSAGE_BYTES))
+
+
+# --- backend: a child confines itself -------------------------------------------------------------
+
+# Allowed system calls: name, number on x86_64, number on aarch64. All others fail with EPERM, so a
+# child can't open a file or socket, close its result socket, or start a process.
+ALLOWED_CALLS = """
+read 0 63   write 1 64   fstat 5 80   lseek 8 62   mmap 9 222   mprotect 10 226   munmap 11 215
+brk 12 214   mremap 25 216   rt_sigaction 13 134   rt_sigprocmask 14 135   rt_sigreturn 15 139
+getpid 39 172   getcwd 79 17   getrandom 318 278   clock_gettime 228 113   clock_nanosleep 230 115
+restart_syscall 219 128   exit_group 231 94
+"""
+MACHINES = {"x86_64": (1, 0xC000003E), "aarch64": (2, 0xC00000B7)}  # column above, AUDIT_ARCH
+
+
+def seccomp_filter():
+    """Returns the BPF program that allows only ALLOWED_CALLS, as bytes."""
+    machine = os.uname().machine
+    if machine not in MACHINES:
+        raise OSError(f"the sandbox supports {' and '.join(MACHINES)}, not {machine}")
+    column, arch = MACHINES[machine]
+    # An instruction is (operation, instructions to skip if true, or if false, value). Offsets to
+    # `load` from: 0 the call's number, 4 the architecture.
+    load, equal, ret = 0x20, 0x15, 0x06  # BPF_LD|W|ABS, BPF_JMP|JEQ|K, BPF_RET|K
+    # SECCOMP_RET_ALLOW, SECCOMP_RET_ERRNO with EPERM, SECCOMP_RET_KILL_PROCESS
+    allow, deny, kill = (ret, 0, 0, 0x7FFF0000), (ret, 0, 0, 0x00050001), (ret, 0, 0, 1 << 31)
+    program = [(load, 0, 0, 4), (equal, 1, 0, arch), kill, (load, 0, 0, 0)]
+    for number in ALLOWED_CALLS.split()[column::3]:
+        program += [(equal, 0, 1, int(number)), allow]
+    return b"".join(struct.pack("HBBI", *step) for step in [*program, deny])
+
+
+def confine():
+    """Confines this process's system calls and memory; raises OSError if it can't."""
+    devnull = os.open(os.devnull, os.O_RDWR)
+    for fd in (0, 1, 2):
+        os.dup2(devnull, fd)
+    os.close(devnull)  # now only the result socket leads out
+    resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))
+    LIBC.prctl(1, signal.SIGKILL, 0, 0, 0)  # PR_SET_PDEATHSIG: die with the server
+    LIBC.prctl(38, 1, 0, 0, 0)  # PR_SET_NO_NEW_PRIVS
+    bpf = seccomp_filter()
+    code = ctypes.create_string_buffer(bpf)
+    fprog = struct.pack("H6xQ", len(bpf) // 8, ctypes.addressof(code))  # struct sock_fprog
+    fprog = ctypes.create_string_buffer(fprog)
+    if LIBC.prctl(22, 2, ctypes.addressof(fprog), 0, 0):  # PR_SET_SECCOMP, SECCOMP_MODE_FILTER
+        raise OSError(ctypes.get_errno(), "seccomp is not available")
+
+
+# --- backend: a child runs an answer and its tests ------------------------------------------------
+
+def run_child(result_fd):
+    """Confines this child, reports that or why it can't, runs one request, and exits."""
+    try:
+        try:
+            confine()
+        except Exception as e:
+            send(result_fd, f"{type(e).__name__}: {e}")
+            os._exit(1)
+        send(result_fd, f"confined {os.getpid()}")
+        with open(result_fd, closefd=False) as f:
+            request = json.loads(f.readline())
+        seed_random()
+        run_tests(request, result_fd)
+    finally:
+        os._exit(0)
+
+
+def seed_random():
+    """Seeds the random numbers of this child by chance, not as they are in the server."""
+    for name in ("random", "numpy.random", "sympy.core.random"):
+        if name in sys.modules:
+            sys.modules[name].seed()
+
+
+def run_tests(request, result_fd):
+    """Runs the tests of a request {text, tests, official}; writes a result for each."""
+    text, official = request["text"], request["official"]
+    programs, error = [], None
+    try:
+        programs = [Program(text)] if official else read_programs(text)
+    except BaseException as e:
+        error = e
+    for test in request["tests"]:
+        try:
+            if error is not None:
+                raise error
+            value = value_of(programs, test, official)
+            send(result_fd, HAS_VALUE.decode())
+            result = result_of(value, official)
+        except BaseException as e:  # also SystemExit and KeyboardInterrupt
+            missing = f": {e.name}" if type(e) is ModuleNotFoundError else ""
+            result = f"raised {type(e).__name__}{missing}"
+        send(result_fd, result)
+
+
+def value_of(programs, test, official):
+    """Runs an answer's programs and returns the value of a test, or raises its error.
+
+    The final version of the tested function is in the last program that binds it. What comes after
+    that runs only if a name is missing, and only adds what is missing.
+    """
+    module = sys.modules["answer"] = types.ModuleType("answer")  # a new one per test
+    namespace = vars(module)
+    # official: two namespaces, as in the released scorer, so that an answer's functions can't see
+    # its top-level names, such as imports and helper functions
+    local_names = {} if official else namespace
+    errors = []
+
+    def execute(program):
+        try:
+            program.execute(namespace, local_names)
+        except BaseException as e:  # also SystemExit, as the function may be defined before it
+            errors.append(e)
+
+    tested = {node.id for node in ast.walk(ast.parse(test)) if isinstance(node, ast.Name)}
+    binding = [i for i, program in enumerate(programs) if tested & program.names]
+    later = programs[max(binding) + 1:] if binding else []
+    for program in programs[:len(programs) - len(later)]:
+        execute(program)
+    if official and errors:
+        raise errors[0]
+    while True:
+        try:
+            return eval(test, namespace, local_names)
+        except NameError as e:
+            if not later:
+                raise errors[0] if errors else e
+            defined = dict(namespace)
+            execute(later.pop(0))
+            namespace.update(defined)
+
+
+def result_of(value, official):
+    """Returns what a child reports of a value: "value HASH", "none", or "refused REASON"."""
+    limit = sys.getrecursionlimit()
+    try:
+        if official and getattr(value, "ndim", 0) and value.size != 1:
+            raise TypeError("an array, whose == is no verdict")
+        sys.setrecursionlimit(max(4500, limit))  # for nested data
+        text = as_text(value)
+        return "none" if value is None else "value " + sha256(text.encode()).hexdigest()
+    except RecursionError:
+        return "refused nested too deeply"
+    except Exception as e:
+        return f"refused {type(e).__name__}: {e}"
+    finally:
+        sys.setrecursionlimit(limit)  # answers have the limit of any program
+
+
+# --- backend: which part of an answer is its program ----------------------------------------------
+
+INVISIBLE = {**dict.fromkeys([0x0D, 0xAD, *range(0x200B, 0x2010), 0x2060, 0xFEFF]),  # deleted
+             **dict.fromkeys([0xA0, *range(0x2000, 0x200B), 0x202F, 0x3000], " ")}  # spaces
+
+
+class Program:
+    """A text that is Python. Raises a SyntaxError, or another error, if it is not."""
+
+    def __init__(self, text):
+        self.text, self.code = text, compile(text, "<answer>", "exec")
+
+    @functools.cached_property
+    def statements(self):
+        """Its statements, as syntax trees."""
+        return ast.parse(self.text).body
+
+    @functools.cached_property
+    def names(self):
+        """The names that it binds at its top level, in whatever statement but an import."""
+        table = symtable.symtable(self.text, "<answer>", "exec")
+        return {symbol.get_name() for symbol in table.get_symbols() if symbol.is_assigned()}
+
+    def compile(self, statements):
+        flags = self.code.co_flags & __future__.annotations.compiler_flag
+        return compile(ast.Module(statements, []), "<answer>", "exec", flags)
+
+    def execute(self, namespace, local_names):
+        """Executes the program. Raises its first error, but only after the other statements."""
+        try:
+            exec(self.code, namespace, local_names)
+        except Exception as e:  # such as that of an import which the function does not need
+            for statement in self.statements_after(e):
+                with contextlib.suppress(Exception):
+                    exec(self.compile([statement]), namespace, local_names)
+            raise
+
+    def statements_after(self, error):
+        """Returns the statements after the one that has raised an error."""
+        failed = error.__traceback__.tb_next  # the program's own frame, below that of execute
+        line, _, column, _ = list(self.code.co_positions())[failed.tb_lasti // 2]
+        unfinished = [statement for statement in self.statements
+                      if (statement.end_lineno, statement.end_col_offset) > (line, column)]
+        return unfinished[1:]  # the first one failed
+
+
+def read_programs(answer):
+    """Returns the programs of an answer: the whole, else each fenced block that is Python."""
+    try:
+        return [read_program(answer)]
+    except Exception as e:  # it is not Python
+        programs = fenced_programs(answer)
+        if not programs:
+            raise e
+        return programs
+
+
+def read_program(text):
+    """Returns the program of a text, which is cleaned if it is not Python as it stands."""
+    try:
+        return Program(text)
+    except Exception:  # not only SyntaxError: also ValueError, MemoryError and RecursionError
+        return Program(textwrap.dedent(text.translate(INVISIBLE)))
+
+
+def fenced_programs(answer):
+    """Returns the programs in the fenced blocks of an answer.
+
+    A block ends at the first fence, as long as its own or longer, where its text is Python; so not
+    at one in a string. A block that never is Python, such as Markdown, is searched for blocks, too.
+    """
+    programs, texts = [], [answer]
+    while texts:
+        text = texts.pop()
+        opening = re.search("`{3,}|~{3,}", text)
+        if not opening:
+            continue
+        text, fence = text[opening.end():], opening[0] + opening[0][0] + "*+"  # or a longer one
+        # first fences on lines of their own and the text's end, then others unless tagged
+        ends = [*re.finditer(rf"^[ \t]*{fence}\s*$|\Z", text, re.M),
+                *re.finditer(rf"{fence}(?!\w+\s*$)", text, re.M)]
+        for end in ends[:40]:
+            first_line, newline, rest = text[:end.start()].partition("\n")
+            with contextlib.suppress(Exception):  # it is not Python
+                programs.append(read_program(rest if newline else first_line))
+                texts.append(text[end.end():])
+                break
+        else:
+            texts += [text[ends[0].end():], text[:ends[0].start()]]
+    return programs
+
+
+# --- backend: values are compared as text ---------------------------------------------------------
+
+def as_text(value):
+    """Returns a value's text: values count as equal if their texts are.
+
+    This is == for plain data, except that subclasses compare as their base class (a namedtuple as a
+    tuple, a Counter as a dict, including zero counts), numpy arrays compare as lists, and the same
+    moment in two time zones differs. Raises TypeError for other classes, ValueError for NaN.
+    """
+    if value is None or isinstance(value, type) and value.__module__ == "builtins":
+        return ascii(value)
+    if type(value).__module__ == "numpy":
+        moments = value.ravel().tolist() if value.dtype.kind in "mM" else ()
+        if not all(isinstance(x, (datetime.date, datetime.timedelta)) for x in moments):
+            raise TypeError(value.dtype)  # nanoseconds would become integers, and NaT None
+        plain = value.tolist()
+        if type(plain) is not type(value):  # unlike np.longdouble's
+            return as_text(plain)
+    for classes, formatter in FORMATTERS:
+        if isinstance(value, classes):
+            return formatter(value)
+    raise TypeError(type(value).__name__)
+
+
+def joined(values):
+    return ", ".join(map(as_text, values))
+
+
+def real_as_text(x):
+    """Returns a text that is the same for equal numbers of any class; ValueError for NaN."""
+    if isinstance(x, numbers.Rational):  # also sympy's
+        return "%x/%x" % (int(x.numerator), int(x.denominator))
+    if not hasattr(x, "as_integer_ratio"):  # sympy's Float
+        x = float(x)
+    if x in (math.inf, -math.inf):
+        return str(float(x))
+    return "%x/%x" % x.as_integer_ratio()
+
+
+def complex_as_text(x):
+    imaginary = f" + {real_as_text(x.imag)}j" if x.imag else ""
+    return real_as_text(x.real) + imaginary
+
+
+FORMATTERS = [  # (classes, text of their values); the first row that matches is used
+    (str, lambda x: ascii(str.__str__(x))),
+    ((int, float, decimal.Decimal, numbers.Real), real_as_text),  # also Fraction's, sympy's
+    (numbers.Complex, complex_as_text),
+    ((bytes, bytearray), lambda x: ascii(bytes(x))),
+    (list, lambda x: f"[{joined(x)}]"),
+    (tuple, lambda x: f"({joined(x)})"),
+    (dict, lambda x: "dict(%s)" % ", ".join(sorted(map(joined, x.items())))),
+    (collections.abc.Set, lambda x: "{%s}" % ", ".join(sorted(map(as_text, x)))),
+    (collections.deque, lambda x: f"deque({joined(x)})"),
+    (range, lambda x: f"range({joined([len(x), *x[:2]])})"),
+    (datetime.datetime, lambda x: f"datetime({datetime.datetime.isoformat(x)})"),
+    (datetime.date, lambda x: f"date({datetime.date.isoformat(x)})"),
+    (datetime.time, lambda x: f"time({datetime.time.isoformat(x)})"),
+    (datetime.timedelta, lambda x: f"timedelta({x.days}, {x.seconds}, {x.microseconds})")]
 
 
 # --- frontend: pages are rendered by a browser without network access -----------------------------
 
 PAGE_LIMITS = {"width": 1280, "height": 720, "tallest": 4096,  # pixels of a screenshot
-               "bytes": 1 << 20, "seconds": 15}  # limits of a page
+               "seconds": 15}
 BROWSERS = "chromium", "chromium-browser", "google-chrome", "google-chrome-stable", "chrome"
 BROWSER_FLAGS = [  # added to Playwright's; the last three make screenshots always equal
     "--disable-gpu", "--disable-quic", "--host-resolver-rules=MAP * ~NOTFOUND",
@@ -917,12 +1269,9 @@ CACHE = os.path.expanduser("~/.cache/colbench")
 PICTURE_HOSTS = re.compile(
     r"(^|\.)(picsum\.photos|placeholder\.com|placehold\.(co|it)|dummyimage\.com|unsplash\.com|"
     r"loremflickr\.com|placekitten\.com)$")
-# Script that measures a rendered page. A page can shadow document.fonts by a form or image that is
-# named "fonts", so the script calls the getters of the Document class.
-MEASURE_SCRIPT = """() => {
-  const get = name => Object.getOwnPropertyDescriptor(Document.prototype, name).get.call(document);
-  return get('fonts').ready.then(() => ({height: get('documentElement').scrollHeight}));
-}"""
+# JavaScript that measures a rendered page
+MEASURE_SCRIPT = """() => document.fonts.ready.then(
+    () => ({height: document.documentElement.scrollHeight}))"""
 
 
 def style_sheet(css):
@@ -981,21 +1330,23 @@ class Browser:
 
     def render(self, page, sheet):
         """See Renderer.render. page: bytes, sheet: CSS. Raises GraderError without a browser."""
-        for last_try in (False, False, True):  # an earlier page may have broken the browser
+        is_new = not self.tab
+        if is_new:
             try:
-                if not self.tab:
-                    self.run(self.start(), 30)
-                return self.run(self.screenshot(page, sheet), PAGE_LIMITS["seconds"])
-            except Exception as e:  # pages are untrusted: any failure counts as the page's
-                started = self.tab is not None
+                self.run(self.start(), 30)
+            except Exception as e:
                 self.stop()
-                if started and isinstance(e, TimeoutError):
-                    raise RenderError(f"the page took more than {PAGE_LIMITS['seconds']} s") from e
-                if last_try and started:
-                    raise RenderError(textwrap.shorten(str(e), 100)) from e
-                if last_try:
-                    cause = textwrap.shorten(str(e) or "timeout", 300)
-                    raise GraderError(f"{self.path} does not start: {cause}") from e
+                raise GraderError(f"{self.path} does not start: {e!r}") from e
+        try:
+            return self.run(self.screenshot(page, sheet), PAGE_LIMITS["seconds"])
+        except TimeoutError as e:
+            self.stop()
+            raise RenderError(f"the page took more than {PAGE_LIMITS['seconds']} s") from e
+        except Exception as e:  # pages are untrusted: any failure counts as the page's
+            self.stop()
+            if is_new:
+                raise RenderError(textwrap.shorten(str(e), 100)) from e
+        return self.render(page, sheet)  # an earlier page may have broken the browser
 
     async def screenshot(self, page, sheet):
         self.page, self.sheet = page, sheet
@@ -1034,8 +1385,8 @@ def grey_picture(path):
             '<rect width="100%" height="100%" fill="#9ca3af"/></svg>')
 
 
-class Renderer(Closing):
-    """with Renderer() as renderer: renderer.render(page), from any thread.
+class Renderer:
+    """Renders pages by render(page), from any thread. `close` ends its browsers.
 
     The same page gives the same bytes. Its scripts do not run, and it can't reach the network.
     workers: number of browsers. script: JavaScript that measures a page, see MEASURE_SCRIPT.
@@ -1055,7 +1406,9 @@ class Renderer(Closing):
             fail(f"no Tailwind 2.2.19 style sheet at {tailwind} (MANUAL.md, \"Frontend Design\")")
         self.sheet = style_sheet(css.decode())
         self.browsers = [Browser(async_api, path, script) for _ in range(workers)]
-        self.pool = Pool(self.browsers)
+        self.idle = queue.LifoQueue()  # last in, first out, so that a light load starts few
+        for browser in self.browsers:
+            self.idle.put(browser)
         self.render = functools.lru_cache(256)(self.draw)
 
     def close(self):
@@ -1067,10 +1420,11 @@ class Renderer(Closing):
         if not (page or "").strip():
             raise RenderError("no page")
         body = page.encode(errors="replace")  # it may contain lone surrogates
-        if len(body) > PAGE_LIMITS["bytes"]:
-            raise RenderError(f"the page has more than {PAGE_LIMITS['bytes']} bytes")
-        with self.pool.acquire() as browser:
+        browser = self.idle.get()
+        try:
             return browser.render(body, self.sheet(page))
+        finally:
+            self.idle.put(browser)
 
     def render_pair(self, task, text):
         """Renders the last page in a text, and the task's reference; may raise RenderError."""
@@ -1135,11 +1489,13 @@ def get_args(argv=None):
     p = parser(__doc__, usage=None)
     p.add_argument("command", choices=["grade", "check"], help="grade: add the reward to records; "
                    "check: drop tasks whose own reference does not get reward 1 in every run")
-    flag(p, "rules", "honest", "official: verdicts of the released scorer",
-         choices=["honest", "official"])
-    flag(p, "workers", cpus(), "number of answers or pages graded in parallel", least=1)
-    flag(p, "clip", "openai/clip-vit-base-patch32", "CLIP model for the likeness of pages: a "
-         "directory or a hub name", metavar="MODEL")
+    p.add_argument("--rules", choices=["honest", "official"], default="honest",
+                   help="official: verdicts of the released scorer [%(default)s]")
+    p.add_argument("--workers", type=int, default=min(cpus(), 64),
+                   help="number of answers or pages graded in parallel [%(default)s]")
+    p.add_argument("--clip", default="openai/clip-vit-base-patch32", metavar="MODEL",
+                   help="CLIP model for the likeness of pages: a directory or a hub name "
+                   "[%(default)s]")
     return p.parse_args(argv)
 
 
@@ -1187,396 +1543,5 @@ def main(args):
         fail(e)
 
 
-# --- the sandbox ----------------------------------------------------------------------------------
-#
-# Untrusted answers run in forked children that can compute, and nothing else. A child can make only
-# ALLOWED_CALLS, even as root: no files, processes, network, signals or shared memory. Its memory is
-# limited, and the grader (ForkServer) kills it when its time is up. It can write only to one
-# socket, where it sends a result per test: the hash of the test's value, or an error. It may send
-# anything, but only the hash of the reference's value passes.
-#
-#     grader -- result socket, request file --> fork server -- fork --> child: confines itself,
-#        ^-------------------------- a result per test ------------------------- runs the answer
-#
-# The fork server never sees code, values or references, so a child inherits nothing worth reading.
-# It imports little, because a process with few modules forks up to ten times as fast.
-
-MEMORY = 1 << 30     # bytes of a child's address space
-RESULT_BYTES = 200   # most of a result
-LIBC = ctypes.CDLL(None, use_errno=True)
-
-
-# --- the sandbox: confinement ---------------------------------------------------------------------
-
-# Allowed system calls: name, number on x86_64, number on aarch64. All others fail with EPERM, so a
-# child can't open a file or socket, or start a process.
-ALLOWED_CALLS = """
-read 0 63   write 1 64   close 3 57   fstat 5 80   lseek 8 62   mmap 9 222   mprotect 10 226
-munmap 11 215   brk 12 214   mremap 25 216   rt_sigaction 13 134   rt_sigprocmask 14 135
-rt_sigreturn 15 139   sigaltstack 131 132   sched_yield 24 124   getpid 39 172   gettid 186 178
-futex 202 98   getrandom 318 278   rseq 334 293   restart_syscall 219 128   gettimeofday 96 169
-clock_gettime 228 113   clock_getres 229 114   clock_nanosleep 230 115   exit 60 93
-exit_group 231 94   getcwd 79 17
-"""
-MACHINES = {"x86_64": (1, 0xC000003E), "aarch64": (2, 0xC00000B7)}  # column above, AUDIT_ARCH
-
-
-def seccomp_filter():
-    """Returns the BPF program that allows only ALLOWED_CALLS, as bytes."""
-    machine = os.uname().machine
-    if machine not in MACHINES:
-        sys.exit(f"error: the sandbox supports {' and '.join(MACHINES)}, not {machine}")
-    column, arch = MACHINES[machine]
-    # An instruction is (operation, instructions to skip if true, or if false, value). Offsets to
-    # `load` from: 0 the call's number, 4 the architecture, 16 and 24 the first two arguments.
-    # BPF_LD|W|ABS, BPF_ALU|AND|K, BPF_JMP|JEQ|K, BPF_JMP|JGE|K, BPF_RET|K
-    load, mask, equal, at_least, ret = 0x20, 0x54, 0x15, 0x35, 0x06
-    # SECCOMP_RET_ALLOW, SECCOMP_RET_ERRNO with EPERM, SECCOMP_RET_KILL_PROCESS
-    allow, deny, kill = (ret, 0, 0, 0x7FFF0000), (ret, 0, 0, 0x00050001), (ret, 0, 0, 1 << 31)
-    # deny clock ids from 16 on, which belong to other processes
-    clock = [(load, 0, 0, 16), (at_least, 0, 1, 16), deny, allow]
-    futex = [(load, 0, 0, 24), (mask, 0, 0, 0xFFFFFEFF)]
-    for operation in 128, 129, 137, 138:  # wait or wake, within the process
-        futex += [(equal, 0, 1, operation), allow]
-    futex += [deny]
-    checks = {"futex": futex, "clock_gettime": clock, "clock_getres": clock,
-              "clock_nanosleep": clock}
-    program = [(load, 0, 0, 4), (equal, 1, 0, arch), kill, (load, 0, 0, 0)]
-    words = ALLOWED_CALLS.split()
-    for name, number in zip(words[::3], words[column::3]):
-        check = checks.get(name, [allow])
-        program += [(equal, 0, len(check), int(number)), *check]
-    return b"".join(struct.pack("HBBI", *step) for step in [*program, deny])
-
-
-def confine(devnull, server, bpf):
-    """Confines this process's system calls and resources; raises OSError if it can't.
-
-    devnull: a descriptor of /dev/null. server: the parent's process id. bpf: seccomp_filter().
-    """
-    for fd in (0, 1, 2):
-        os.dup2(devnull, fd)
-    os.close(devnull)  # now only the result socket leads out
-    for name, value in {"AS": MEMORY, "CPU": 60, "FSIZE": 0, "CORE": 0, "NOFILE": 64}.items():
-        limit = getattr(resource, "RLIMIT_" + name)
-        hard = resource.getrlimit(limit)[1]
-        if hard != resource.RLIM_INFINITY:  # the machine's own limit can't be raised
-            value = min(value, hard)
-        resource.setrlimit(limit, (value, value))
-    LIBC.prctl(1, signal.SIGKILL, 0, 0, 0)  # PR_SET_PDEATHSIG: die with the server
-    if os.getppid() != server:  # it is gone
-        os._exit(0)
-    LIBC.prctl(38, 1, 0, 0, 0)  # PR_SET_NO_NEW_PRIVS
-    code = ctypes.create_string_buffer(bpf)
-    fprog = struct.pack("H6xQ", len(bpf) // 8, ctypes.addressof(code))  # struct sock_fprog
-    fprog = ctypes.create_string_buffer(fprog)
-    if LIBC.prctl(22, 2, ctypes.addressof(fprog), 0, 0):  # PR_SET_SECCOMP, SECCOMP_MODE_FILTER
-        raise OSError(ctypes.get_errno(), "seccomp is not available")
-
-
-# --- the sandbox: an answer and its tests ---------------------------------------------------------
-
-def run_child(result_fd, request_fd, devnull, server, bpf):
-    """Confines this child, reports that or why it can't, runs one request, and exits."""
-    try:
-        try:
-            confine(devnull, server, bpf)
-        except Exception as e:
-            os.write(result_fd, f"{type(e).__name__}: {e}".encode())
-            os._exit(1)
-        os.write(result_fd, b"confined %d" % os.getpid())
-        with open(request_fd, closefd=False) as f:
-            request = json.load(f)
-        seed_random()
-        run_tests(request, result_fd)
-    finally:
-        os._exit(0)
-
-
-def seed_random():
-    """Seeds the random numbers of this child by chance, not as they are in the server."""
-    for name in ("random", "numpy.random", "sympy.core.random"):
-        if name in sys.modules:
-            sys.modules[name].seed()
-
-
-def run_tests(request, result_fd):
-    """Runs the tests of a request {text, tests, official}; writes a result for each."""
-    text, tests, official = request["text"], request["tests"], request["official"]
-    error = None
-    try:
-        if official:
-            programs = [Program(text)]
-        else:
-            programs = read_programs(text)
-    except BaseException as e:
-        error = e
-    for test in tests:
-        try:
-            if error is not None:
-                raise error
-            result = run_test(programs, test, official)
-        except BaseException as e:  # also SystemExit and KeyboardInterrupt
-            missing = f": {e.name}" if type(e) is ModuleNotFoundError else ""
-            result = f"raised {type(e).__name__}{missing}"
-        os.write(result_fd, result.encode("ascii", "backslashreplace")[:RESULT_BYTES])
-
-
-def run_test(programs, test, official):
-    """Runs an answer and a test; returns "value HASH", "none", or "refused REASON"."""
-    module = sys.modules["answer"] = types.ModuleType("answer")  # a new one per test
-    namespace = vars(module)
-    # official: two namespaces, as in the released scorer, so that an answer's functions can't see
-    # its top-level names, such as imports and helper functions
-    local_names = {} if official else namespace
-    errors = []
-    for program in programs:
-        try:
-            program.execute(namespace, local_names)
-        except BaseException as e:  # also SystemExit, as the function may be defined before it
-            errors.append(e)
-    if official and errors:
-        raise errors[0]
-    try:
-        value = eval(test, namespace, local_names)
-    except NameError as e:
-        raise errors[0] if errors else e
-    try:
-        if official and getattr(value, "ndim", 0) and value.size != 1:
-            raise TypeError("an array, whose == is no verdict")
-        sys.setrecursionlimit(max(4500, sys.getrecursionlimit()))  # for nested data
-        text = as_text(value)
-        return "none" if value is None else "value " + sha256(text.encode()).hexdigest()
-    except RecursionError:
-        return "refused nested too deeply"
-    except Exception as e:
-        return f"refused {type(e).__name__}: {e}"
-
-
-# --- the sandbox: the text of an answer -----------------------------------------------------------
-
-INVISIBLE = {**dict.fromkeys([0x0D, 0xAD, *range(0x200B, 0x2010), 0x2060, 0xFEFF]),  # deleted
-             **dict.fromkeys([0xA0, *range(0x2000, 0x200B), 0x202F, 0x3000], " ")}  # spaces
-
-
-class Program:
-    """A text that is Python. Raises a SyntaxError, or another error, if it is not."""
-
-    def __init__(self, text):
-        self.text, self.code = text, compile(text, "<answer>", "exec")
-
-    @functools.cached_property
-    def statements(self):
-        """Its statements, as syntax trees."""
-        return compile(self.text, "<answer>", "exec", _ast.PyCF_ONLY_AST).body
-
-    def has_functions(self):
-        functions = _ast.FunctionDef, _ast.AsyncFunctionDef, _ast.ClassDef
-        return any(isinstance(node, functions) for node in self.statements)
-
-    def compile(self, statements):
-        flags = self.code.co_flags & __future__.annotations.compiler_flag
-        return compile(_ast.Module(statements, []), "<answer>", "exec", flags)
-
-    def execute(self, namespace, local_names):
-        """Executes the program. Raises its first error, but only after the other statements."""
-        try:
-            exec(self.code, namespace, local_names)
-        except Exception as e:  # such as that of an import which the function does not need
-            for statement in self.statements_after(e):
-                with contextlib.suppress(Exception):
-                    exec(self.compile([statement]), namespace, local_names)
-            raise
-
-    def statements_after(self, error):
-        """Returns the statements after the one that has raised an error."""
-        failed = error.__traceback__.tb_next  # the program's own frame, below that of execute
-        line, _, column, _ = list(self.code.co_positions())[failed.tb_lasti // 2]
-        unfinished = [statement for statement in self.statements
-                      if (statement.end_lineno, statement.end_col_offset) > (line, column)]
-        return unfinished[1:]  # the first one failed
-
-
-def read_programs(answer):
-    """Returns the programs of an answer: the whole, else each fenced block that is Python.
-
-    Blocks after the last one with a function are left out: they show its use.
-    """
-    try:
-        return [read_program(answer)]
-    except Exception as e:  # it is not Python
-        programs = fenced_programs(answer)
-        if not programs:
-            raise e
-    while len(programs) > 1 and not programs[-1].has_functions():
-        programs.pop()
-    return programs
-
-
-def read_program(text):
-    """Returns the program of a text, which is cleaned if it is not Python as it stands."""
-    try:
-        return Program(text)
-    except Exception:  # not only SyntaxError: also ValueError, MemoryError and RecursionError
-        return Program(textwrap.dedent(text.translate(INVISIBLE)))
-
-
-def fenced_programs(answer):
-    """Returns the programs in the fenced blocks of an answer.
-
-    A block ends at the first fence, as long as its own or longer, where its text is Python; so not
-    at one in a string. A block that never is Python, such as Markdown, is searched for blocks, too.
-    """
-    programs, texts = [], [answer]
-    while texts:
-        text = texts.pop()
-        opening = re.search("`{3,}|~{3,}", text)
-        if not opening:
-            continue
-        text, fence = text[opening.end():], opening[0] + opening[0][0] + "*+"  # or a longer one
-        # first fences on lines of their own and the text's end, then others unless tagged
-        ends = [*re.finditer(rf"^[ \t]*{fence}\s*$|\Z", text, re.M),
-                *re.finditer(rf"{fence}(?!\w+\s*$)", text, re.M)]
-        for end in ends[:40]:
-            first_line, newline, rest = text[:end.start()].partition("\n")
-            with contextlib.suppress(Exception):  # it is not Python
-                programs.append(read_program(rest if newline else first_line))
-                texts.append(text[end.end():])
-                break
-        else:
-            texts += [text[ends[0].end():], text[:ends[0].start()]]
-    return programs
-
-
-# --- the sandbox: values as text ------------------------------------------------------------------
-
-def as_text(value):
-    """Returns a value's text: values count as equal if their texts are.
-
-    This is == for plain data, except that subclasses compare as their base class (a namedtuple as a
-    tuple, a Counter as a dict, including zero counts), numpy arrays compare as lists, and the same
-    moment in two time zones differs. Raises TypeError for other classes, ValueError for NaN.
-    """
-    if value is None or isinstance(value, type) and value.__module__ == "builtins":
-        return ascii(value)
-    if type(value).__module__ == "numpy":
-        moments = value.ravel().tolist() if value.dtype.kind in "mM" else ()
-        if not all(isinstance(x, (datetime.date, datetime.timedelta)) for x in moments):
-            raise TypeError(value.dtype)  # nanoseconds would become integers, and NaT None
-        plain = value.tolist()
-        if type(plain) is not type(value):  # unlike np.longdouble's
-            return as_text(plain)
-    for classes, formatter in FORMATTERS:
-        if isinstance(value, classes):
-            return formatter(value)
-    raise TypeError(type(value).__name__)
-
-
-def joined(values):
-    return ", ".join(map(as_text, values))
-
-
-def number_as_text(x):
-    """Returns a text that is the same for equal numbers of any class; ValueError for NaN."""
-    if isinstance(x, numbers.Rational):  # also sympy's
-        return "%x/%x" % (int(x.numerator), int(x.denominator))
-    if hasattr(x, "as_integer_ratio"):  # it is real
-        return str(float(x)) if x in (math.inf, -math.inf) else "%x/%x" % x.as_integer_ratio()
-    if isinstance(x, numbers.Complex) and not isinstance(x, numbers.Real):  # also np.clongdouble
-        imaginary = f" + {number_as_text(x.imag)}j" if x.imag else ""
-        return number_as_text(x.real) + imaginary
-    return number_as_text(float(x))
-
-
-FORMATTERS = [  # (classes, text of their values); the first row that matches is used
-    (str, lambda x: ascii(str.__str__(x))),
-    (numbers.Number, number_as_text),
-    ((bytes, bytearray), lambda x: ascii(bytes(x))),
-    (list, lambda x: f"[{joined(x)}]"),
-    (tuple, lambda x: f"({joined(x)})"),
-    (dict, lambda x: "dict(%s)" % ", ".join(sorted(map(joined, x.items())))),
-    (collections.abc.Set, lambda x: "{%s}" % ", ".join(sorted(map(as_text, x)))),
-    (collections.deque, lambda x: f"deque({joined(x)})"),
-    (range, lambda x: f"range({joined([len(x), *x[:2]])})"),
-    (datetime.datetime, lambda x: f"datetime({datetime.datetime.isoformat(x)})"),
-    (datetime.date, lambda x: f"date({datetime.date.isoformat(x)})"),
-    (datetime.time, lambda x: f"time({datetime.time.isoformat(x)})"),
-    (datetime.timedelta, lambda x: f"timedelta({x.days}, {x.seconds}, {x.microseconds})"),
-    (uuid.UUID, lambda x: f"UUID({x.int})"),
-    (pathlib.PurePosixPath, lambda x: f"path({ascii(str(x))})")]
-
-
-# --- the sandbox: the fork server -----------------------------------------------------------------
-
-# Tests, and modules that do something when they are imported.
-NOT_LOADED = """__main__ antigravity benchmarks distutils ensurepip idlelib lib2to3 pydoc_data test
-tests this tkinter turtle turtledemo""".split()
-
-
-def load_module(name):
-    """Imports a module and its submodules, except those that are NOT_LOADED or that fail."""
-    if name.rpartition(".")[2] not in NOT_LOADED:
-        with contextlib.suppress(Exception):
-            module = importlib.import_module(name)
-            for submodule in pkgutil.iter_modules(getattr(module, "__path__", ())):
-                load_module(f"{name}.{submodule.name}")
-
-
-def prepare(modules, devnull):
-    """Loads what children may import, and warms up their caches."""
-    for name in modules:
-        load_module(name)
-    if "zoneinfo" in modules:  # a child can't open the files of time zones, so cache all of them
-        zoneinfo = sys.modules["zoneinfo"]
-        zoneinfo.kept = [zoneinfo.ZoneInfo(name) for name in zoneinfo.available_timezones()]
-    # two blocks of an answer
-    text = "```\ndef f(x): return [x, 0.5, 'a', {'b': (x, None)}]\n```\n```\nT = f(3)\n```"
-    run_tests({"text": text, "tests": ["f(1)", "g(2)"], "official": False}, devnull)
-    gc.freeze()  # else garbage collection in a child would copy all shared memory pages
-
-
-def serve(control, modules):
-    """Runs a fork server until the grader, to which the socket `control` leads, exits.
-
-    A message with two descriptors, of a result socket and a request file, forks a child. The next
-    message kills and reaps that child, and is acknowledged. Children import only these modules.
-    """
-    sys.argv = ["-c"]  # what an answer may parse
-    with contextlib.suppress(OSError), open("/proc/self/oom_score_adj", "w") as file:
-        file.write("1000")  # if memory runs out, the kernel kills a child first
-    bpf = seccomp_filter()
-    LIBC.prctl.argtypes = [ctypes.c_int] + 4 * [ctypes.c_ulong]
-    LIBC.prctl(4, 0, 0, 0, 0)  # PR_SET_DUMPABLE: no core dumps, and only root can read its memory
-    devnull, server = os.open(os.devnull, os.O_RDWR), os.getpid()
-    prepare(modules, devnull)
-    with contextlib.suppress(ConnectionError):  # the grader has exited
-        while fds := socket.recv_fds(control, 1, 2)[1]:
-            try:
-                pid = os.fork()
-            except OSError as e:  # such as a limit of processes
-                os.write(fds[0], f"no fork: {e}".encode())
-                return
-            if pid == 0:
-                run_child(*fds, devnull, server, bpf)
-            for fd in fds:
-                os.close(fd)
-            control.recv(1)
-            os.kill(pid, signal.SIGKILL)
-            os.waitpid(pid, 0)
-            control.sendall(b"k")
-
-
-if SERVING:
-    serve(socket.socket(fileno=0), modules=sys.argv[2:])
-    sys.exit()  # the environments below are not its business
-
-
-# --- the kinds of tasks ---------------------------------------------------------------------------
-
-ENVIRONMENTS = {"backend": Functions, "frontend": Pages}
-# your own environments are imported here: MANUAL.md, "Your own environment"
-
-
 if __name__ == "__main__":
-    import colbench  # environments of your own have registered there, not in __main__
-    run(colbench.main, colbench.get_args())
+    run(main, get_args())

@@ -56,7 +56,8 @@ from transformers import (AttentionInterface, AutoConfig, AutoModelForCausalLM, 
                           GenerationConfig)
 from transformers.utils import logging
 
-from colbench import check_opening, hidden_information, read_records, task_id, with_hidden
+from colbench import (HIDDEN, agent_messages, first_message, hidden_information, read_records,
+                      task_id, with_hidden)
 from utils import (RANK, WORLD, add_warning, barrier, digest, drop_checkpoints, fail,
                    fail_on_error, print_warnings, progress, rng, say, sum_over_ranks, writing)
 
@@ -113,6 +114,19 @@ def turn_actions(record):
     for t, message in enumerate(history):
         if message["role"] == "assistant":
             yield history[:t], [message, *message.get("candidates", ())]
+
+
+def check_opening(record):
+    """Warns if unsampled messages follow an opening that is not first_message(), numbers aside."""
+    task, opening = record["task"], record["dialogue_history"][0]["content"]
+    if not task["problem_description"] or any(m.get("token_ids") for m in agent_messages(record)):
+        return
+    opening = opening.removeprefix(HIDDEN.format(hidden=hidden_information(task)))
+    expected = first_message(task, 10)["content"]  # 10 turns, or another number
+    if re.sub(r"\d+", "", opening) != re.sub(r"\d+", "", expected):
+        add_warning("dialogues do not begin with first_message(task, max_turns), which collect.py "
+                    "shows the agent: an agent trained on them may fail there",
+                    f"the task {task_id(task)}")
 
 
 def pi_and_ref_turns(tokenizer, record, history, actions, *, pi_reads_c, ref_reads_c):

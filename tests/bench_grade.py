@@ -10,6 +10,7 @@ import os
 import statistics
 import subprocess
 import sys
+from contextlib import closing
 from itertools import islice
 from pathlib import Path
 
@@ -54,7 +55,7 @@ def main():
         tasks = [json.loads(line) for line in TASKS.open()]
     else:  # the toy's
         tasks = [*islice(toy.tasks("train", toy.get_args(["tasks"])), args.tasks)]
-    with Grader(workers=1) as grader:
+    with closing(Grader(workers=1)) as grader:
         tasks = [t for t in tasks[:3 * args.tasks]
                  if grader.grade(t, t["ground_truth"])["reward"] == 1]  # and caches its values
         tasks = (tasks * args.tasks)[:args.tasks]

@@ -315,7 +315,8 @@ def graders():
     """A Grader by honest rules, and one by official ones."""
     if platform.machine() not in ("x86_64", "aarch64"):
         pytest.skip("no sandbox for this processor")
-    with colbench.Grader(workers=2) as honest, colbench.Grader("official", workers=1) as official:
+    with contextlib.closing(colbench.Grader(workers=2)) as honest, \
+            contextlib.closing(colbench.Grader("official", workers=1)) as official:
         yield honest, official
 
 

@@ -5,7 +5,7 @@ import pytest
 
 import colbench
 from colbench import ANSWER, read_action, task_id
-from conftest import DOUBLE, SHARED, records, task
+from conftest import DOUBLE, SHARED, lines, records, task
 
 REAL = SHARED / "colbench" / "backend_tasks.jsonl"
 
@@ -40,6 +40,62 @@ def test_read_action(thought, content, answer):
     assert [read_action(endless, last) for last in (False, True)] == [("", None), ("", "")]
 
 
+WORDS = ANSWER.removesuffix(":")
+OPENED, CLOSED = ("", "**", "*", "__", "`", '"', "<b>", "***", "<strong>"), {"<b>": "</b>",
+                                                                "<strong>": "</strong>"}
+
+
+def marker(r):
+    """A spelling of ANSWER that any reader understands, and whether code may follow on its line."""
+    words = r.choice([WORDS, WORDS.lower(), WORDS.capitalize(), WORDS.title()])
+    colon, opened = r.choice([":", " :", "\uff1a", ""]), r.choice(OPENED)
+    closed = CLOSED.get(opened, opened)
+    text = opened + r.choice([words + colon + closed, words + closed + colon])
+    return r.choice(["", "### ", "> ", "- "]) + text, bool(colon)
+
+
+def test_a_marker_is_found_in_any_spelling_and_once_if_it_is_written_twice():
+    """Before it stands a thought, a draft, or nothing; after it code in any form."""
+    r = random.Random("markers")
+    for _ in range(3000):
+        spelled, ends_by_colon = marker(r)
+        code = r.choice(["def f(x):\n    return 2 * x", "```python\ndef f(x): return 2 * x\n```",
+                         "def f(x):\n    print('OUTPUT:', x)", "x = {'a': 1}"])
+        before = r.choice(["", "I know enough.\n", "I know enough. OUTPUT: ", "<think>no</think>",
+                           f"{marker(r)[0]} let me check first.\n" if r.random() < 0.5 else ""])
+        if "let me check" in before and WORDS + ":" not in before:
+            before = f"{ANSWER} let me check first.\n"
+        text = before + spelled + r.choice(["\n", " \n", "\n\n", *[" "] * ends_by_colon]) + code
+        assert read_action(text, last=False)[1] == code, text
+        asked = f"{r.choice(['so', 'well'])} i want to answer soon, but which rate?"
+        assert read_action(asked, last=False) == (asked, None)
+
+
+THINKING = {  # what stands around a thought
+    "<think>": "</think>", "<thinking>": "</thinking>", "<thought>": "</thought>",
+    "<reasoning>": "</reasoning>", "<seed:think>": "</seed:think>", "[THINK]": "[/THINK]",
+    "<|channel>thought\n": "<channel|>",
+    "<|channel|>analysis<|message|>": "<|end|><|start|>assistant<|channel|>final<|message|>"}
+
+
+def test_a_thought_is_removed_whatever_its_marks():
+    """Also if the server's prompt has opened it; and a marker within it ends no episode."""
+    r = random.Random("thoughts")
+    for _ in range(1000):
+        start, end = r.choice([*THINKING.items()])
+        thought = "".join(r.choices(["the fee is 11", "\n", f"{ANSWER} no", "OUTPUT: ", "a < b"], k=4))
+        said = r.choice(["The rate is 2.", "which rate?", f"{ANSWER}\ndef f(x): return 2 * x", ""])
+        text = r.choice(["", "\n"]) + start + thought + end + r.choice(["", "\n\n"]) + said
+        assert colbench.without_thinking(text) == said
+        assert colbench.without_thinking(thought + end + said) == said
+        assert colbench.without_thinking(start + thought) == ""
+        assert colbench.without_thinking(said) == said
+        answer = said.partition(ANSWER)[2].strip() if ANSWER in said else None
+        assert read_action(text, last=False) == (said, answer)
+        asked = f"is {start}a{end} a thought?"
+        assert read_action(asked, last=False)[0] == colbench.without_thinking(asked) == asked
+
+
 def test_first_message_takes_braces_as_they_are():
     odd = {**DOUBLE, "problem_description": "a {dict} {ANSWER} {problem_description} {0}"}
     text = colbench.first_message(odd, 7)["content"]
@@ -63,6 +119,41 @@ def test_task_id_is_given_or_a_hash_of_all_that_the_task_is():
 def test_an_empty_hidden_information_hides_nothing_more():
     assert colbench.hidden_information(DOUBLE) == DOUBLE["ground_truth"]
     assert colbench.hidden_information({**DOUBLE, "hidden_information": ""}) == ""
+    assert colbench.hidden_information({**DOUBLE, "hidden_information": None}) == (
+        DOUBLE["ground_truth"])
+
+
+def filled_up(rows):
+    """The objects as a table has them: each has all keys of all, null where it had none."""
+    if not all(isinstance(row, (dict, type(None))) for row in rows):
+        return rows
+    keys = dict.fromkeys(key for row in rows if row for key in row)
+    columns = {key: filled_up([(row or {}).get(key) for row in rows]) for key in keys}
+    return [row and {key: columns[key][i] for key in keys} for i, row in enumerate(rows)]
+
+
+def test_a_round_trip_through_a_table_changes_no_record():
+    """Where a row lacks a known key, it comes back with null: also names of tests and verdicts."""
+    r = random.Random("table")
+    for _ in range(50):
+        rows = []
+        for i in range(4):
+            tests = {f"test{n}": f"f({n})" for n in r.sample(range(9), r.randrange(1, 4))}
+            row = {"task": {**DOUBLE, "id": i, "test_cases": tests}, "sample": i,
+                   "tests": dict.fromkeys(tests, "pass"), "answer": "a", "reward": 1.0,
+                   "meta": {"seed": 1, "model_weights": "a"}, "failure": "no", "pair": "p"}
+            row["task"] |= {"hidden_information": "h", "agent_prompt": "a", "kind": "backend"}
+            for part, keys in ((row, ["answer", "reward", "meta", "failure", "pair"]),
+                               (row["task"], ["hidden_information", "agent_prompt", "kind"])):
+                for key in r.sample(keys, 2):
+                    del part[key]
+            rows.append(row)
+        given = filled_up(rows)
+        assert given != rows
+        assert list(colbench.read_records(lines(given).encode().splitlines())) == rows
+        for row, odd in zip(rows, given):
+            assert colbench.hidden_information(odd["task"]) == colbench.hidden_information(row["task"])
+            assert colbench.first_message(odd["task"], 3) == colbench.first_message(row["task"], 3)
 
 
 def test_published_tasks_without_a_kind_are_recognised_and_an_unknown_kind_is_not():

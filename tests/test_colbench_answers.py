@@ -159,9 +159,9 @@ DOUBLES, TABLE = "def f(x):\n    return T[x]", "T = {}\nfor i in range(99):\n   
 USAGES = [  # what may follow a function, and must not cost it its reward
     "while True: pass", "import time\nwhile True:\n    print(f(2))\n    time.sleep(60)",
     "import timeit\nt = timeit.timeit(lambda: f(5), number=10 ** 12)", "assert f(2) == 5, 'no'",
-    "n = int(input())\nprint(f(n))", "import sys\nsys.exit(f(2))", "del f",
+    "n = int(input())\nprint(f(n))", "import sys\nsys.exit(f(2))",
     "import unittest\nclass T(unittest.TestCase):\n    def test(self): pass\nunittest.main()",
-    "from my_module import f\nprint(f(2))", "for f in [1, 2]: print(f)", "f.cache = {}\nf.x"]
+    "from my_module import f\nprint(f(2))", "for k in [1, 2]: print(f(k))", "f.cache = {}\nf.x"]
 LATER = [  # blocks that need one another, and the reward
     ((TABLE, DOUBLES), 1), (("def f(x): return g(x)", "def g(x): return 2 * x"), 1),
     (("def f(x): return g(x)", "try:\n    from nosuch import g\nexcept ImportError:\n"
@@ -171,10 +171,42 @@ LATER = [  # blocks that need one another, and the reward
 LATER += [((RIGHT, usage), 1) for usage in USAGES]
 
 
-def test_behind_the_last_function_nothing_is_run(grader, quick):
+def test_behind_the_final_version_nothing_is_run_but_what_it_lacks(grader, quick):
     for blocks, reward in LATER:
         answer = fenced(*blocks) if len(blocks) > 1 else blocks[0]
         assert grader.grade(DOUBLE, answer)["reward"] == reward, answer
+
+
+BINDINGS = [  # statements that bind f to a lambda
+    "f = {}", "f: object = {}", "if len('a'):\n    f = {}", "try:\n    f = {}\nfinally:\n    pass",
+    "try:\n    import no_such_module\nexcept ImportError:\n    f = {}", "for f in [{}]: pass",
+    "import contextlib\nwith contextlib.nullcontext({}) as f: pass", "f, k = {}, 1",
+    "print(f := {})", "def f(x):\n    return ({})(x)", "while True:\n    f = {}\n    break",
+    "if len('a'):\n    def f(x):\n        return ({})(x)", "match {}:\n    case f: pass",
+    "class F:\n    def __call__(self, x):\n        return ({})(x)\nf = F()",
+    "@keep\ndef f(x):\n    return ({})(x)", "f = keep(g := {})"]
+BETWEEN = ["print(f(1))", "T = {1: 2}", "k = 0", "import math", "def h(x):\n    return 3 * x"]
+MISSING = ["def twice(x):\n    return 2 * x", "from operator import mul\ntwice = lambda x: mul(2, x)"]
+
+
+def test_the_last_block_that_binds_the_function_is_its_final_version(grader):
+    """Drafts before it, uses and helpers around it; what comes after it adds what it lacks."""
+    r = random.Random("versions")
+    for number in range(80):
+        right, lacks = r.random() < 0.5, r.random() < 0.3
+        final = "lambda x: twice(x)" if lacks else f"lambda x: {'2 * x' if right else '3 * x'}"
+        drafts = [r.choice(BINDINGS).format(f"lambda x: {r.choice(['2 * x', '3 * x', 'y'])}")
+                  for _ in range(r.randrange(3))]
+        blocks = ["def keep(g): return g\nk = 1", *r.sample([*drafts, *BETWEEN], len(drafts) + 2),
+                  r.choice(BINDINGS).format(final)]
+        after = ["while True: pass", "print(f(2))\nassert 0", "twice = 5", *BETWEEN]
+        if lacks:  # what it lacks comes before anything that never ends
+            helpers = [r.choice(MISSING) if right else "def twice(x):\n    return 3 * x", r.choice(MISSING)]
+            blocks += [*r.sample(BETWEEN, 2), *helpers]
+        else:
+            blocks += r.sample(after, r.randrange(3))
+        answer = fenced(*blocks)
+        assert grader.grade(DOUBLE, answer)["reward"] == right, answer
 
 
 FALSY = ["__bool__ = lambda e: False", "__len__ = lambda e: 0", "__bool__ = lambda e: 1 / 0",
@@ -239,7 +271,7 @@ def test_official_rules_give_the_released_scorers_verdicts(graders):
     cases = [(DOUBLE, written(form, code)) for form in [*COMMON[::7], *ODD, "{}\n1 / 0"]
              for code in (RIGHT, WRONG)]
     cases += [(DOUBLE, answer) for answer in (*ODDITIES.values(), f"import argparse\n{RIGHT}")]
-    imports = "import collections, datetime, decimal, fractions, math, numpy, uuid"
+    imports = "import collections, datetime, decimal, fractions, math, numpy"
     values = [f"[{text}, x]" for text in VALUES if "mine(" not in text]
     for text in [*values, *(f"numpy.array({data})" for data in ("[x]", "[x, x]", "[]", "x"))]:
         code = f"def f(x):\n    {imports}\n    return {text}"

@@ -2,6 +2,7 @@
 import itertools
 import random
 import re
+from contextlib import closing
 
 import pytest
 import torch
@@ -148,7 +149,7 @@ def test_knobs_of_demonstrations(of, knobs, fact, share):
 
 def test_who_asks_for_every_detail_can_write_the_function():
     """A perfect agent, which reads the description and not the reference, solves every task."""
-    with Grader() as grader:
+    with closing(Grader()) as grader:
         for r in demos(40, world="english", **PERFECT | {"max_turns": 7, "max_slots": 5}):
             assert grader.grade(r["task"], r["answer"])["reward"] == 1, r
 

@@ -141,17 +141,16 @@ def test_a_null_is_a_field_that_is_not_there(good):
     *((text, f"not JSON .{re.escape(text)} is not a finite number")  # also where it only passes
       for text in ("NaN", "Infinity", "-Infinity")),
     ('0}, "task": {"kind": ["words"]', "task.kind is not text"),
-    # true is no number, nor is 1 true
-    ('0}, "reward": true, "x": {"y": 0', "reward is not a finite number"),
-    ('0}, "sample": false, "x": {"y": 0', "sample is not a non-negative integer"),
-    ('0}, "meta": {"seed": true', "meta.seed is not a non-negative integer"),
+    ('0}, "reward": "1", "x": {"y": 0', "reward is not a number"),
+    ('0}, "sample": 0.5, "x": {"y": 0', "sample is not an integer"),
+    ('0}, "meta": {"seed": "a"', "meta.seed is not an integer"),
     ('0}, "answered": 1, "x": {"y": 0', "answered is not true or false"),
     *((f'0}}, "dialogue_history": [{{"content": "", "role": "user", {text}}}], "x": {{"y": 0',
        re.escape(f"dialogue_history[0].{what}")) for text, what in (
-        ('"token_ids": [3, true]', "token_ids[1] is not a non-negative integer"),
-        ('"logprobs": [0, false]', "logprobs[1] is not a finite number"),
-        ('"advantage": true', "advantage is not a finite number"),
-        ('"candidates": [{"logprob": true}]', "candidates[0].logprob is not a finite number")))])
+        ('"token_ids": [3, 0.5]', "token_ids[1] is not an integer"),
+        ('"logprobs": [0, null]', "logprobs[1] is not a number"),
+        ('"advantage": "1"', "advantage is not a number"),
+        ('"candidates": [{"logprob": "0"}]', "candidates[0].logprob is not a number")))])
 def test_what_a_record_may_not_hold_is_named(text, message):
     line = '{"of another": {"x": HERE}}'.replace("HERE", text)
     with pytest.raises(SystemExit, match=f"stdin, line 1: {message}"):

@@ -124,7 +124,7 @@ PIECES = (r'<html>SLOT|(?:-\d00)?(?: [^\n"]*)?">(?:SLOT|[^\n"]*)|'
 # --- how alike two pages look ---------------------------------------------------------------------
 
 # Lists a page's blocks, each with its box: images, inputs etc. by tag, coloured areas, and texts.
-# Getters are taken from their classes because a page can shadow them: see colbench.MEASURE_SCRIPT.
+# Getters are taken from their classes because an image can shadow them by its name.
 BLOCKS = """async () => {
   const getter = (of, name) => Object.getOwnPropertyDescriptor(of.prototype, name).get;
   const get = (of, name, what) => getter(of, name).call(what);

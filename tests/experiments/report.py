@@ -17,6 +17,7 @@ import json
 import os
 import sys
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 
 sys.path.insert(0, os.path.join(os.path.dirname(__file__), "..", ".."))
 from colbench import (GraderError, Renderer, RenderError, agent_messages, cpus, environment,
@@ -122,7 +123,7 @@ def render_pages(pages):
         picture.save(jpeg, "jpeg", quality=80)
         return base64.b64encode(jpeg.getvalue()).decode()
     try:
-        with Renderer(cpus()) as renderer, ThreadPoolExecutor(cpus()) as pool:
+        with closing(Renderer(cpus())) as renderer, ThreadPoolExecutor(cpus()) as pool:
             return {page: image for page, image in zip(pages, pool.map(thumbnail, pages)) if image}
     except GraderError as e:  # the browser can't start
         fail(e)
