@@ -83,7 +83,8 @@ def test_a_thought_is_removed_whatever_its_marks():
     r = random.Random("thoughts")
     for _ in range(1000):
         start, end = r.choice([*THINKING.items()])
-        thought = "".join(r.choices(["the fee is 11", "\n", f"{ANSWER} no", "OUTPUT: ", "a < b"], k=4))
+        parts = ["the fee is 11", "\n", f"{ANSWER} no", "OUTPUT: ", "a < b"]
+        thought = "".join(r.choices(parts, k=4))
         said = r.choice(["The rate is 2.", "which rate?", f"{ANSWER}\ndef f(x): return 2 * x", ""])
         text = r.choice(["", "\n"]) + start + thought + end + r.choice(["", "\n\n"]) + said
         assert colbench.without_thinking(text) == said
@@ -152,8 +153,8 @@ def test_a_round_trip_through_a_table_changes_no_record():
         assert given != rows
         assert list(colbench.read_records(lines(given).encode().splitlines())) == rows
         for row, odd in zip(rows, given):
-            assert colbench.hidden_information(odd["task"]) == colbench.hidden_information(row["task"])
-            assert colbench.first_message(odd["task"], 3) == colbench.first_message(row["task"], 3)
+            for told in colbench.hidden_information, lambda t: colbench.first_message(t, 3):
+                assert told(odd["task"]) == told(row["task"])
 
 
 def test_published_tasks_without_a_kind_are_recognised_and_an_unknown_kind_is_not():

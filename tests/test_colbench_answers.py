@@ -186,7 +186,8 @@ BINDINGS = [  # statements that bind f to a lambda
     "class F:\n    def __call__(self, x):\n        return ({})(x)\nf = F()",
     "@keep\ndef f(x):\n    return ({})(x)", "f = keep(g := {})"]
 BETWEEN = ["print(f(1))", "T = {1: 2}", "k = 0", "import math", "def h(x):\n    return 3 * x"]
-MISSING = ["def twice(x):\n    return 2 * x", "from operator import mul\ntwice = lambda x: mul(2, x)"]
+MISSING = ["def twice(x):\n    return 2 * x",
+           "from operator import mul\ntwice = lambda x: mul(2, x)"]
 
 
 def test_the_last_block_that_binds_the_function_is_its_final_version(grader):
@@ -194,14 +195,18 @@ def test_the_last_block_that_binds_the_function_is_its_final_version(grader):
     r = random.Random("versions")
     for number in range(80):
         right, lacks = r.random() < 0.5, r.random() < 0.3
-        final = "lambda x: twice(x)" if lacks else f"lambda x: {'2 * x' if right else '3 * x'}"
+        final = f"lambda x: {2 if right else 3} * x"
+        if lacks:
+            final = "lambda x: twice(x) + ZERO"
         drafts = [r.choice(BINDINGS).format(f"lambda x: {r.choice(['2 * x', '3 * x', 'y'])}")
                   for _ in range(r.randrange(3))]
-        blocks = ["def keep(g): return g\nk = 1", *r.sample([*drafts, *BETWEEN], len(drafts) + 2),
+        blocks = ["def keep(g): return g\nk, ZERO = 1, 0",
+                  *r.sample([*drafts, *BETWEEN], len(drafts) + 2),
                   r.choice(BINDINGS).format(final)]
         after = ["while True: pass", "print(f(2))\nassert 0", "twice = 5", *BETWEEN]
         if lacks:  # what it lacks comes before anything that never ends
-            helpers = [r.choice(MISSING) if right else "def twice(x):\n    return 3 * x", r.choice(MISSING)]
+            first = r.choice(MISSING) if right else "def twice(x):\n    return 3 * x"
+            helpers = ["ZERO = 1", first, r.choice(MISSING)]
             blocks += [*r.sample(BETWEEN, 2), *helpers]
         else:
             blocks += r.sample(after, r.randrange(3))

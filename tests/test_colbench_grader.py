@@ -24,8 +24,8 @@ import pytest
 
 import colbench
 from colbench import Grader, GraderError, get_args, grade_records
-from conftest import (DOUBLE, FULL, HONEST, PYTHON, ROOT, copy_scripts, descendants, gone, lines, records, task,
-                      until)
+from conftest import (DOUBLE, FULL, HONEST, PYTHON, ROOT, copy_scripts, descendants, gone, lines,
+                      task, until)
 
 # what the attacks look for: two listeners, a readable file, one to delete, a variable
 STREAM = socket.create_server(("127.0.0.1", 0))  # on any free port
@@ -627,7 +627,7 @@ def test_a_child_that_is_killed_from_outside_runs_again_and_twice_is_no_verdict(
 
 @pytest.mark.parametrize("stops_child", [True, False])
 def test_a_suspended_machine_takes_nothing_from_a_right_answer(stops_child):
-    """Grader and child are stopped at any moment for longer than an answer may sleep, or it alone."""
+    """Both are stopped for longer than an answer may sleep, or the grader alone."""
     code = """import sys, threading, time
 sys.path.insert(0, {root!r})
 import colbench
@@ -720,7 +720,8 @@ def change_sandbox(monkeypatch, folder, old, new):
 
 
 def test_a_grader_that_cannot_work_says_so(monkeypatch, grading, tmp_path):
-    with closing(Grader(workers=1)) as g, monkeypatch.context() as patch, pytest.raises(GraderError):
+    with closing(Grader(workers=1)) as g, monkeypatch.context() as patch, \
+            pytest.raises(GraderError):
         patch.setattr(sys, "executable", "/bin/false")
         g.workers[0].pop(False).stop()
         g.grade(DOUBLE, HONEST)

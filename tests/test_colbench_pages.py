@@ -21,8 +21,8 @@ import model as M
 import toy
 import toy_pages
 from colbench import CACHE, PAGE_LIMITS, Renderer, RenderError
-from conftest import (DOUBLE, HONEST, PYTHON, SIGNALS, demos, descendants, end_grading, plain_ids, records,
-                      save, succeed)
+from conftest import (DOUBLE, HONEST, PYTHON, SIGNALS, demos, descendants, end_grading,
+                      plain_ids, records, save, succeed)
 from test_collect_endpoints import Server, chat
 from toy_pages import similarity
 
