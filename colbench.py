@@ -166,7 +166,7 @@ def read_action(output, last):
 def starts_line(text, marker):
     """Whether a match of MARKER is the first on its line, apart from tags and signs."""
     line = text[:marker.start()].rpartition("\n")[2]
-    return not re.search(r"[^\W_]", re.sub("<.*?>", "", line))
+    return not re.search(r"[^\W_]", re.sub("<[^<>]*>", "", line))
 
 
 def starts_answer(text):
