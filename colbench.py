@@ -581,21 +581,11 @@ class Seen:
 def grade_records(records, args, check=False):
     """Yields the records with the fields that their environment's `grade` returns, in order.
 
-    check: grade the task's own reference instead of the answer, by the environment's `check`.
+    check: grade the task's own reference instead of the answer, by the environment's `check`. Waits
+    for the oldest record only if many are being graded, or after the last one. An invalid line
+    raises its error when the records before it are graded.
     """
-    for record, job in start_grading(records, args, check):
-        yield {k: record[k] for k in record if k not in GRADE_FIELDS} | job.result()
-
-
-def start_grading(records, args, check):
-    """Yields (record, future of grade_fields) in order, as soon as the first future is done.
-
-    Waits for one that is not done only if many are running, or after the last record. An invalid
-    line raises its error when the records before it are graded.
-    """
-    jobs = collections.deque()
-    graders = {}  # {class of environments: the one that grades}
-    invalid = None
+    graders, jobs, invalid = {}, collections.deque(), None
     with contextlib.ExitStack() as stack, \
             concurrent.futures.ThreadPoolExecutor(2 * args.workers) as pool:
         try:
@@ -604,22 +594,24 @@ def start_grading(records, args, check):
                 if kind not in graders:
                     graders[kind] = kind(args)
                     stack.callback(graders[kind].close)
-                jobs.append((record, pool.submit(grade_fields, graders[kind], record, check)))
-                while jobs and (jobs[0][1].done() or len(jobs) >= 4 * args.workers):
-                    yield jobs.popleft()
+                jobs.append(pool.submit(grade_record, graders[kind], record, check))
+                while jobs and (jobs[0].done() or len(jobs) >= 4 * args.workers):
+                    yield jobs.popleft().result()
         except SystemExit as e:
             invalid = e
-        yield from jobs
+        for job in jobs:
+            yield job.result()
     if invalid:
         raise invalid
 
 
-def grade_fields(grader, record, check):
-    """Returns the fields that an environment gives a record, none if it is a failed episode."""
+def grade_record(grader, record, check):
+    """Returns the record with the fields that its environment gives it."""
     if "failed" in record:
-        return {}
+        return record
     task, answer = private_copy([record["task"], record.get("answer")])
-    return grader.check(task) if check else grader.grade(task, answer)
+    fields = grader.check(task) if check else grader.grade(task, answer)
+    return {k: x for k, x in record.items() if k not in GRADE_FIELDS} | fields
 
 
 class GraderError(OSError):
@@ -789,8 +781,8 @@ MEMORY = 1 << 30     # bytes of a child's address space
 MESSAGE_BYTES = 100  # length of each message of a child
 HAS_VALUE = b"has a value"  # what a child sends before it turns a test's value into text
 # Modules to load before the fork, because children can't open files: the standard library, numpy
-# and sympy, and what these two import lazily. Servers that load no packages fork three times as
-# fast, so only answers whose text names a package get the others.
+# and sympy, and what these two import lazily. Servers without packages fork faster, so only answers
+# whose text names a package get the others.
 LIBRARY = [*(name for name in sorted(sys.stdlib_module_names) if name[0] != "_"),
            "_strptime", "_pylong"]
 PACKAGES = {"numpy": "char fft ma polynomial random rec strings",
@@ -868,7 +860,8 @@ def receive(result_socket, time_used, limit):
         left = limit - time_used()  # it takes at least this long
         result_socket.settimeout(min(max(left, 1e-3), 1))  # the stopwatch needs a look each second
         try:
-            return result_socket.recv(MESSAGE_BYTES).rstrip(b" ") or "process ended"
+            message = result_socket.recv(MESSAGE_BYTES)
+            return message.rstrip(b" ") if message else "process ended"
         except TimeoutError:
             if time_used() >= limit:
                 return "timeout"
@@ -1503,17 +1496,15 @@ def grade(args, emit):
     """Adds the reward to records with a task and an answer; failed episodes stay as they are."""
     n_graded, broken = 0, set()
     records = read_records(sys.stdin, "answer", to_grade=True, with_failed=True)
-    try:
-        for record in grade_records(records, args):
-            emit(record)
-            n_graded += "failed" not in record
-            if reference_failed(record):
-                broken.add(task_id(record["task"]))
-    finally:  # also if other records could not be graded
-        say(f"graded {n_graded} answers")
-        if broken:
-            say(f"warning: the own reference of {len(broken)} tasks fails, so that no answer can "
-                "have reward 1; drop them by colbench.py check")
+    for record in grade_records(records, args):
+        emit(record)
+        n_graded += "failed" not in record
+        if reference_failed(record):
+            broken.add(task_id(record["task"]))
+    say(f"graded {n_graded} answers")
+    if broken:
+        say(f"warning: the own reference of {len(broken)} tasks fails, so that no answer can "
+            "have reward 1; drop them by colbench.py check")
 
 
 def reference_failed(record):
@@ -1536,11 +1527,8 @@ def check(args, emit):
 
 
 def main(args):
-    try:
-        command = grade if args.command == "grade" else check
-        command(args, open_stdout())
-    except GraderError as e:
-        fail(e)
+    command = grade if args.command == "grade" else check
+    command(args, open_stdout())
 
 
 if __name__ == "__main__":

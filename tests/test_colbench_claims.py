@@ -58,7 +58,7 @@ def test_nothing_passes_where_the_reference_has_no_value():
 
 HIDDEN = task("def f(x):\n    return (x * 7919 + 104729) % 1009 + 3",
               *(f"f({i})" for i in range(4)))
-LINES = ["pass", "value", "value pass", "", "raised pass", "refused pass", "value " + "5e" * 32]
+LINES = [" " * 300, "pass", "value", "value pass", "", "raised pass", "refused pass", "value " + "5e" * 32]
 VANDALS = {  # what follows a wrong f
     "main": "import __main__ as m\nm.run_tests = m.as_text = m.sha256 = lambda *a: LINE",
     "the sandbox": "import colbench as m\nm.value_of = m.result_of = m.as_text = lambda *a: LINE",
