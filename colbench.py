@@ -925,11 +925,7 @@ def serve(with_packages):
     gc.freeze()  # else garbage collection in a child would copy all shared memory pages
     with contextlib.suppress(ConnectionError):  # the grader has exited
         while fds := socket.recv_fds(control, 1, 1)[1]:
-            try:
-                pid = os.fork()
-            except OSError as e:  # such as a limit of processes
-                send(fds[0], f"no fork: {e}")
-                return
+            pid = os.fork()
             if pid == 0:
                 run_child(fds[0])
             os.close(fds[0])
@@ -937,12 +933,6 @@ def serve(with_packages):
             os.kill(pid, signal.SIGKILL)
             _, status = os.waitpid(pid, 0)
             control.sendall(b"%d" % os.waitstatus_to_exitcode(status))
-
-
-def send(result_fd, text):
-    """Sends a message to the grader, as MESSAGE_BYTES bytes."""
-    message = text.encode("ascii", "backslashreplace")
-    os.write(result_fd, message[:MESSAGE_BYTES].ljust(MESSAGE_BYTES))
 
 
 # --- backend: a child confines itself -------------------------------------------------------------
@@ -1009,6 +999,12 @@ def run_child(result_fd):
         run_tests(request, result_fd)
     finally:
         os._exit(0)
+
+
+def send(result_fd, text):
+    """Sends a message to the grader, as MESSAGE_BYTES bytes."""
+    message = text.encode("ascii", "backslashreplace")
+    os.write(result_fd, message[:MESSAGE_BYTES].ljust(MESSAGE_BYTES))
 
 
 def seed_random():
