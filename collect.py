@@ -130,7 +130,7 @@ def check_args(args):
     """Exits if flags would silently give wrong episodes, or episodes without an end."""
     if min(args.k, args.max_turns, args.max_tokens, args.concurrency) < 1:
         fail("-k, --max_turns, --max_tokens and --concurrency must be at least 1")
-    if args.temperature < 0 or not 0 < args.top_p <= 1:
+    if not (args.temperature >= 0 and 0 < args.top_p <= 1):  # NaN, too
         fail("--temperature must be at least 0, and --top_p in (0, 1]")
     if not args.temperature and (args.candidates or args.best_of > 1):
         fail("--temperature 0 makes all --candidates and --best_of of a turn the same message")
@@ -813,11 +813,11 @@ def finished_episodes(f, meta, tasks):
     return done
 
 
-def read_jobs(args, done, tasks):
-    """Yields (record, sample) of each episode of stdin's tasks that is not done.
+def read_jobs(args, tasks):
+    """Yields (record, sample) of each episode of stdin's tasks. tasks: see Seen.
 
     The episodes of a task are numbered 0, 1, ... An existing dialogue keeps its `sample`, or gets
-    the next one that is free. done: {(task id, sample)} of the --resume file.
+    the next one that is free.
     """
     taken = set()  # (task id, sample) of stdin
     for record in read_records(sys.stdin, seen=Seen(tasks)):
@@ -833,8 +833,7 @@ def read_jobs(args, done, tasks):
             while (name, sample) in taken:
                 sample += 1
             taken.add((name, sample))
-            if (name, sample) not in done:
-                yield record, sample
+            yield record, sample
 
 
 def check_candidates_flags(args, record):
@@ -897,11 +896,14 @@ class Collector:
 
 async def collect(args, emit):
     """Runs the episodes of stdin's tasks, and writes each as it ends."""
-    runner, done, tasks = await EpisodeRunner(args).load(), set(), {}
+    tasks, done = {}, set()
+    jobs = [*read_jobs(args, tasks)]
+    runner = await EpisodeRunner(args).load()
     if args.resume:
         resumed = open_to_resume(args.resume)  # locked until this function returns
         done = finished_episodes(resumed, runner.meta, tasks)
-    collector = Collector(runner, read_jobs(args, done, tasks), emit)
+        jobs = [(record, i) for record, i in jobs if (record["task"]["id"], i) not in done]
+    collector = Collector(runner, jobs, emit)
     await asyncio.gather(*(collector.worker() for _ in range(args.concurrency)))
     print_warnings()
     percent = 100 * runner.totals["truncated"] / max(1, runner.totals["actions"])
