@@ -535,9 +535,8 @@ AttentionMaskInterface.register("grouped", sdpa_mask)
 
 # --- servers --------------------------------------------------------------------------------------
 
-API_KEYS = {  # environment variables; the first that is set has the key
-    "agent": ["AGENT_API_KEY", "OPENAI_API_KEY"], "human": ["OPENAI_API_KEY"],
-    "engine": ["VLLM_API_KEY"]}
+API_KEYS = {"agent": ["AGENT_API_KEY", "OPENAI_API_KEY"], "human": ["OPENAI_API_KEY"],
+            "engine": ["VLLM_API_KEY"]}  # environment variables; the first that is set counts
 MOST_BYTES = 2 ** 26  # of a reply; a server that sends 17 long messages with log-probs needs half
 MOST_CHARS = 10 ** 5  # of a chat model's text, which regexes search
 
@@ -545,12 +544,8 @@ MOST_CHARS = 10 ** 5  # of a chat model's text, which regexes search
 class Client(openai.DefaultAsyncHttpxClient):
     """Reads whole replies: within the time limit, and not more than MOST_BYTES.
 
-    Follows no redirect, which could carry the key and the hidden information to another host. Asks
-    for uncompressed replies, and decompresses none, because a small one may become a large one.
+    It asks for uncompressed replies, and decompresses none, because a small one may become large.
     """
-
-    def __init__(self):
-        super().__init__(follow_redirects=False)
 
     async def send(self, request, **kwargs):
         request.headers["Accept-Encoding"] = "identity"
@@ -580,9 +575,11 @@ class Server:
     def __init__(self, args, role, url, body):
         self.name, self.body, self.usage = without_secrets(url), body, Counter()
         key = next(filter(None, map(os.environ.get, API_KEYS[role])), "none")
+        # a redirect could carry the key and the hidden information to another host
         self.client = openai.AsyncOpenAI(
-            base_url=url, api_key=key, max_retries=args.retries, http_client=Client(),
-            timeout=openai.Timeout(args.timeout, connect=30))
+            base_url=url, api_key=key, max_retries=args.retries,
+            timeout=openai.Timeout(args.timeout, connect=30),
+            http_client=Client(follow_redirects=False))
 
     async def find_model(self, wanted=None):
         """Sets body["model"] to the wanted one, or to the only one that is served.
@@ -607,26 +604,26 @@ class Server:
             reply = await self.client.post(path, cast_to=object, body={**self.body, **body})
         except openai.OpenAIError as e:
             raise OSError(f"{self.name}: {str(e.__cause__ or e)[:300]}") from None
-        tokens = reply.get("usage") or {}
-        self.usage.update({"requests": 1, "prompt tokens": tokens.get("prompt_tokens") or 0,
-                           "completion tokens": tokens.get("completion_tokens") or 0,
+        usage = reply.get("usage") or {}
+        self.usage.update({"requests": 1, "prompt tokens": usage.get("prompt_tokens") or 0,
+                           "completion tokens": usage.get("completion_tokens") or 0,
                            f"replies by {reply.get('model')}": 1})
         return reply
 
     async def chat(self, messages):
         """Returns the message that a chat model sends, without thoughts (see colbench.ACTION)."""
         reply = await self.post("/chat/completions", messages=messages)
-        choice, tokens = reply["choices"][0], (reply.get("usage") or {}).get("completion_tokens")
-        text = choice["message"]["content"] or ""
+        choice, usage = reply["choices"][0], reply.get("usage") or {}
+        reason, text = choice["finish_reason"], choice["message"]["content"] or ""
         # if the server's prompt has opened a thought, only its end is there, </think>
         text = without_thinking("<think>" + text if "</think>" in text else text)[:MOST_CHARS]
-        if not text or choice["finish_reason"] in ("content_filter", "error"):
-            raise ValueError(f"the reply is empty or incomplete: {choice['finish_reason']}")
+        if not text or reason in ("content_filter", "error"):
+            raise ValueError(f"the reply is empty or incomplete: {reason}")
         message = {"output": text}
-        if choice["finish_reason"] in ("length", "max_tokens"):
+        if reason in ("length", "max_tokens"):
             message["cut"] = True
-        if tokens:
-            message["completion_tokens"] = tokens
+        if usage.get("completion_tokens"):
+            message["completion_tokens"] = usage["completion_tokens"]
         return message
 
     async def complete(self, prompt, keys, max_new):
@@ -689,10 +686,10 @@ async def llm_reply(server, task, history):
             url = "data:image/png;base64," + base64.b64encode(page["png"]).decode()
             content.append({"type": "image_url", "image_url": {"url": url}})
     message = await server.chat([{"role": "user", "content": content}])
-    reply = own_words(message["output"])
-    if not kind.shows_pages:
-        reply = redact(reply, task)
-    if "cut" in message and len(reply) < kind.reply_chars:
+    own = own_words(message["output"])
+    reply = own if kind.shows_pages else redact(own, task)
+    # the agent reads only reply_chars of it, and own words before an "Assistant:" are whole
+    if "cut" in message and message["output"].endswith(own) and len(reply) < kind.reply_chars:
         raise ValueError("the reply is truncated: start a new file with other --human_params, such "
                          'as {"max_tokens": 4000}')
     return reply

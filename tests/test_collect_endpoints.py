@@ -373,7 +373,8 @@ def test_no_redirect_carries_key_or_prompt_to_another_host(role, tasks, playing,
     for status in (301, 302, 303, 307, 308):
         server = Server(moved(status))
         given = {"agent": "fixed:hi", "human": "fixed:ok", role: server.url}
-        flags = [f"--{role}_params", '{"model": "m"}', "--max_turns", 2, "--retries", 1]
+        flags = [f"--{role}_params", '{"model": "m"}', "--max_turns", 2, "--retries", 1,
+                 "--timeout", TIMEOUT]
         played, told, _ = playing(tasks[:1], *flags, "--agent", given["agent"], "--human",
                                   given["human"])
         assert not played and str(status) in told
@@ -530,15 +531,17 @@ def test_a_humans_reply_is_whole_and_without_thoughts(reply, why):
 
 @pytest.mark.parametrize("kind", ["backend", "frontend"])
 def test_a_truncated_reply_is_whole_if_the_agent_reads_no_more_of_it(kind, monkeypatch):
+    """Because it is long, or because the human has continued for the agent."""
     limit = colbench.ENVIRONMENTS[kind].reply_chars
     task = {"kind": kind, "problem_description": "p", "ground_truth": "g", "hidden_information": ""}
     monkeypatch.setattr(collect, "renderer", lambda: SimpleNamespace(render_pair=lambda *_: []))
     r = random.Random(0)
     for n in [limit - 1, limit, *(r.randrange(2 * limit) for _ in range(20))]:
-        text = "You: " + "x" * n
+        more = r.choice(["", "", "\nAssistant: and the", "\n\n**Assistant:** ok\nYou: so"])
+        text = "You: " + "x" * n + more
         reply = collect.llm_reply(client(Server(lambda *_: chat(text, "length"))), task,
                                   dialogue("p", "<html>"))
-        if n >= limit:
+        if n >= limit or n and more:
             assert asyncio.run(reply) == "x" * n
         else:
             with pytest.raises(ValueError, match=SHORT if n else "truncated"):
