@@ -2,7 +2,6 @@
 import asyncio
 import json
 import random
-import re
 import shutil
 import statistics
 import sys
