@@ -127,8 +127,8 @@ def test_two_seeds_of_an_agent_that_has_none_are_one_run(tasks, playing, tmp_pat
     agent = agent_file(tmp_path, "def act(task, history):\n    return 'which rate?'\n")
     server = Server(lambda *_: chat("which rate?"))
     for who in (agent, server.url, "fixed:which rate?"):
-        one, two = (playing(tasks, "--agent", who, "--max_turns", 2, "--seed", seed)[0]
-                    for seed in (0, 1))
+        one, two = (sorted(playing(tasks, "--agent", who, "--max_turns", 2, "--seed", seed)[0],
+                           key=key_of) for seed in (0, 1))
         assert one == two and not {"seed", "model", "model_weights"} & one[0]["meta"].keys()
 
 
