@@ -11,18 +11,16 @@ as soon as it ends. A record that already has a dialogue gets candidates for its
 
 Below the flags, EpisodeRunner is the method: run_episode, and sample_turn with its candidates. A
 reader of the method may skip what follows: models in this process (batches, the critic, sampling
-with transformers), clients of servers, files with functions of the user, what --resume compares,
-and the queue of all episodes.
+with transformers), clients of servers, an LLM human's words, --resume, and the queue of all
+episodes.
 
 Left out on purpose: lock-step rollouts, where episodes wait for the slowest human; rewards, which
 the next stage adds; and paged attention and several GPUs, for which --engine takes a vLLM server.
 """
-from utils import (digest, fail, fail_on_error, flag, inline, open_stdout, parse_json, parser,
-                   print_warnings, private_copy, progress, rng, run, say, show_traceback, version)
-
 import asyncio
 import base64
 import fcntl
+import functools
 import inspect
 import json
 import math
@@ -30,43 +28,59 @@ import os
 import re
 import runpy
 import sys
+import traceback
 from collections import Counter, deque
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import aclosing
 from pathlib import Path
 from types import SimpleNamespace
+from urllib.parse import urlsplit
 
-from colbench import (ANSWER, ENVIRONMENTS, OUTPUT, RECORD, Episode, Renderer,
-                      RenderError, Seen, answered, check_shape, cpus, environment, human_prompt,
-                      message_texts, read_records, settings, task_id, task_kind,
-                      without_thinking)
+import httpx2  # the HTTP library of openai
+import openai
+import torch
+from torch.nn.functional import pad, scaled_dot_product_attention
+from torch.nn.utils.rnn import pad_sequence
+from transformers import AttentionInterface, AttentionMaskInterface, DynamicCache
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import sdpa_mask
+
+from colbench import (ANSWER, ENVIRONMENTS, OUTPUT, RECORD, Episode, Renderer, RenderError, Seen,
+                      answered, check_shape, cpus, environment, human_prompt, read_records,
+                      settings, task_id, task_kind, without_thinking)
+from model import (find_model, load, load_lm, pi_and_ref_turns, reference_logps, render, score,
+                   stop_ids, think_prefix, turn_actions, weights_digest)
+from train_critic import advantage, check_pi_ref, get_args as critic_args
+from utils import (digest, fail, fail_on_error, open_stdout, parser, print_warnings, private_copy,
+                   progress, rng, run, say, version)
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
-# what some flags need, see utils.flag
-SAMPLED, LOCAL = "with a model as the agent", "without --engine or --agent"
-SERVERS = "with a server as --engine, --agent or --human"
-
+# --- flags ----------------------------------------------------------------------------------------
 
 def get_args(argv=None):
     p = parser(__doc__, "%(prog)s [flags] < tasks.jsonl > trajectories.jsonl")
     g = p.add_argument_group("episodes")
-    flag(g, "model", "meta-llama/Llama-3.1-8B-Instruct", "the agent", metavar="MODEL",
-         only="without --agent")
-    flag(g, "agent", None, "instead, to evaluate it: https://.../v1 of a chat model (key: "
-         "AGENT_API_KEY, else OPENAI_API_KEY), fixed:TEXT, or a FILE.py that defines act(task, "
-         "history), which may be async", metavar="WHO")
-    flag(g, "agent_params", "{}", "the chat model's request parameters, besides --temperature, "
-         "--top_p and --max_tokens; see --human_params", metavar="JSON",
-         only="with an address as --agent")
-    flag(g, "-k", 1, "episodes per task", least=1)
-    flag(g, "max_turns", 10, "most agent messages per episode; the last is the answer", least=1)
-    flag(g, "concurrency", 256, "episodes to run at once", least=1)
-    flag(g, "resume", None, "skip FILE's episodes; drop its last line if truncated", metavar="FILE")
+    g.add_argument("--model", default="meta-llama/Llama-3.1-8B-Instruct", help="the agent")
+    g.add_argument("--agent", metavar="WHO", help="instead of --model, to evaluate it: "
+                   "https://.../v1 of a chat model (key: AGENT_API_KEY, else OPENAI_API_KEY), "
+                   "fixed:TEXT, or a FILE.py that defines act(task, history), which may be async")
+    g.add_argument("--agent_params", type=json.loads, default="{}", metavar="JSON", help="the chat "
+                   "model's request parameters, besides --temperature, --top_p and --max_tokens; "
+                   "see --human_params")
+    g.add_argument("-k", type=int, default=1, help="episodes per task")
+    g.add_argument("--max_turns", type=int, default=10, help="most agent messages per episode; the "
+                   "last is the answer")
+    g.add_argument("--concurrency", type=int, default=256, help="episodes to run at once")
+    g.add_argument("--resume", metavar="FILE", help="skip the episodes that FILE has; a last line "
+                   "that is truncated is removed")
     g = p.add_argument_group("human")
-    flag(g, "human", None, "https://.../v1 of an LLM (key: OPENAI_API_KEY), fixed:TEXT, or a "
-         "FILE.py that defines reply(task, history), which may be async", metavar="WHO")
-    flag(g, "human_params", "{}", "the LLM's request parameters, besides temperature 0 and "
-         'max_tokens 1024; null removes one, "model" chooses one of several', metavar="JSON",
-         only="with an LLM as --human")
+    g.add_argument("--human", metavar="WHO", help="https://.../v1 of an LLM (key: OPENAI_API_KEY), "
+                   "fixed:TEXT, or a FILE.py that defines reply(task, history), which may be async")
+    g.add_argument("--human_params", type=json.loads, default="{}", metavar="JSON", help="the "
+                   "LLM's request parameters, besides temperature 0 and max_tokens 1024; null "
+                   'removes one, "model" chooses one of several')
     add_sampling_flags(p)
     add_engine_flags(p)
     args = p.parse_args(argv)
@@ -76,79 +90,57 @@ def get_args(argv=None):
 
 def add_sampling_flags(p):
     g = p.add_argument_group("sampling")
-    flag(g, "temperature", 1.0, "0: greedy", only=SAMPLED)
-    flag(g, "top_p", 1.0, "nucleus sampling: total probability to keep", least=1e-6, most=1,
-         only="with --temperature above 0")
-    flag(g, "max_tokens", 1024, "most tokens per message", least=1, only=SAMPLED)
-    flag(g, "thinking", 0, "1: let a reasoning model think, unseen by the human", choices=[0, 1],
-         only="without --agent")
-    flag(g, "seed", 0, "random seed; with transformers, sampling repeats up to rounding")
-    flag(g, "candidates", 0, "alternative messages to sample per turn, not sent; 16 for stage 2",
-         only="without --agent")
-    flag(g, "candidates_share", 1.0, "share of the episodes that get candidates", most=1,
-         only="with --candidates")
-    flag(g, "best_of", 1, "messages to sample per turn; the highest-scoring is sent", least=1,
-         only="without --agent")
-    flag(g, "critic", None, "--out of train_critic.py, or a FILE.py with advantages(task, history, "
-         "actions); it sees the reference, so this is no fair test of the agent", metavar="WHO",
-         only="without --agent")
-    flag(g, "logprob_weight", 0.0, "send the message of the highest advantage + this * log-prob",
-         only="with --best_of")
+    g.add_argument("--temperature", type=float, default=1.0, help="0: greedy")
+    g.add_argument("--top_p", type=float, default=1.0,
+                   help="nucleus sampling: total probability to keep")
+    g.add_argument("--max_tokens", type=int, default=1024, help="most tokens per message")
+    g.add_argument("--thinking", type=int, default=0, choices=[0, 1],
+                   help="1: let a reasoning model think, unseen by the human")
+    g.add_argument("--seed", type=int, default=0, help="random seed of a --model; with "
+                   "transformers, sampling repeats up to rounding")
+    g.add_argument("--candidates", type=int, default=0,
+                   help="alternative messages to sample per turn, not sent; 16 for stage 2")
+    g.add_argument("--candidates_share", type=float, default=1.0,
+                   help="share of the episodes that get candidates")
+    g.add_argument("--best_of", type=int, default=1,
+                   help="messages to sample per turn; the one that --critic scores highest is sent")
+    g.add_argument("--critic", metavar="WHO", help="--out of train_critic.py, or a FILE.py with "
+                   "advantages(task, history, actions); it sees the reference, so this is no fair "
+                   "test of the agent")
+    g.add_argument("--logprob_weight", type=float, default=0.0, help="with --best_of: send the "
+                   "message of the highest advantage + this * log-prob")
 
 
 def add_engine_flags(p):
     g = p.add_argument_group("engine")
-    flag(g, "engine", None, "http://host:port/v1 of a vLLM server (--logprobs-mode "
-         "processed_logprobs), many times as fast on a GPU; default: transformers", metavar="URL",
-         only="without --agent")
-    flag(g, "max_batch_tokens", 65536, "most tokens in the batch, with padding",
-         only=LOCAL)
-    flag(g, "dtype", "auto", "auto: bf16 on a GPU, fp32 on a CPU",
-         choices=["auto", "bf16", "fp32"], only=LOCAL)
-    flag(g, "timeout", 1800.0, "seconds after which a request is retried", only=SERVERS)
-    flag(g, "retries", 8, "how often to retry a failed request; 8 retries take about a minute",
-         only=SERVERS)
+    g.add_argument("--engine", metavar="URL", help="http://host:port/v1 of a vLLM server "
+                   "(--logprobs-mode processed_logprobs), many times as fast on a GPU; without it, "
+                   "transformers")
+    g.add_argument("--max_batch_tokens", type=int, default=65536,
+                   help="most tokens in transformers' batch, with padding")
+    g.add_argument("--dtype", default="auto", choices=["auto", "bf16", "fp32"],
+                   help="of transformers; auto: bf16 on a GPU, fp32 on a CPU")
+    g.add_argument("--timeout", type=float, default=1800.0,
+                   help="seconds until a server's whole reply; then the request is retried")
+    g.add_argument("--retries", type=int, default=8, help="how often to retry a request to a "
+                   "server; 8 retries take about a minute")
 
 
 def check_args(args):
-    """Parses the JSON flags, and exits if flags do not fit together."""
-    for name in ("human_params", "agent_params"):
-        with fail_on_error(f"--{name} is not a JSON object"):
-            setattr(args, name, parse_json(getattr(args, name)))
-        if not isinstance(getattr(args, name), dict):
-            fail(f"--{name} is not a JSON object")
-    if (args.best_of > 1) != bool(args.critic):
-        fail("--best_of (2 or more) and --critic need each other; give both or neither")
+    """Exits if flags would silently give wrong episodes, or episodes without an end."""
+    if min(args.k, args.max_turns, args.max_tokens, args.concurrency) < 1:
+        fail("-k, --max_turns, --max_tokens and --concurrency must be at least 1")
+    if not (args.temperature >= 0 and 0 < args.top_p <= 1):  # NaN, too
+        fail("--temperature must be at least 0, and --top_p in (0, 1]")
     if not args.temperature and (args.candidates or args.best_of > 1):
         fail("--temperature 0 makes all --candidates and --best_of of a turn the same message")
-    if not args.temperature and args.k > 1:
-        say("warning: with --temperature 0 only the human can make the episodes of a task differ")
-
-
-if __name__ == "__main__":
-    ARGS = get_args()  # before importing torch, so that --help and flag errors are instant
-
-import torch
-from torch.nn.functional import pad, scaled_dot_product_attention
-from torch.nn.utils.rnn import pad_sequence
-from transformers import AttentionInterface, AttentionMaskInterface, DynamicCache
-from transformers.integrations.sdpa_attention import sdpa_attention_forward
-from transformers.masking_utils import sdpa_mask
-
-from model import (find_model, load, load_lm, pi_and_ref_turns, reference_logps, render, score,
-                   stop_ids, think_prefix, turn_actions, weights_digest)
-from train_critic import advantage, check_pi_ref, get_args as critic_args
-
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+    if (args.best_of > 1) != bool(args.critic):
+        fail("--best_of (2 or more) and --critic need each other; give both or neither")
 
 
 # --- an episode -----------------------------------------------------------------------------------
 
-class EpisodeError(Exception):
-    """Fails one episode; the others continue. (fail() ends the whole run.)"""
-
-
-class ContextFull(EpisodeError):
+class ContextFull(ValueError):
     """The dialogue leaves no room in the model's context for another message."""
 
 
@@ -169,8 +161,7 @@ class EpisodeRunner:
         self.args = args
         self.act = self.critic = None  # load() sets the functions
         self.totals = Counter()
-        self.servers = {}  # {"agent" or "human": Endpoint}
-        self.resumed = []  # the settings of the episodes in the --resume file
+        self.servers = {}  # {"agent" or "human": Server}
         self.meta = run_meta(args)
         self.opening = ""  # see model.think_prefix
         if not args.agent:
@@ -196,7 +187,10 @@ class EpisodeRunner:
     async def next_message(self, task, history, key):
         """Returns the agent's next message, a dict. key: (seed, task id, sample, turn)."""
         if self.act:
-            message = checked_message(await call_user_function(self.act, task, history))
+            message = await call_user_function(self.act, task, history)
+            if isinstance(message, str):
+                message = {"output": message}
+            check_shape(message, RECORD["dialogue_history"][0], "act()'s message")
             self.totals.update(actions=1, truncated=bool(message.get("cut")))
             return message
         actions, candidates = await self.sample_turn(history, key, self.args.best_of)
@@ -211,7 +205,7 @@ class EpisodeRunner:
         """Returns the action with the highest advantage + --logprob_weight * log-prob."""
         scores = await call_user_function(self.critic, task, history, actions)
         if len(scores) != len(actions) or not all(map(math.isfinite, scores)):
-            raise EpisodeError(f"a critic must give {len(actions)} finite scores, not {scores}")
+            raise ValueError(f"a critic must give {len(actions)} finite scores, not {scores}")
         values = [score + self.args.logprob_weight * sum(action["logprobs"])
                   for score, action in zip(scores, actions)]
         return actions[values.index(max(values))]
@@ -223,8 +217,7 @@ class EpisodeRunner:
             keys += [(*key, "candidate", j) for j in range(self.args.candidates)]
         if not keys:
             return [], []
-        with fail_on_error("--model's chat template rejects the agent's prompt"):
-            prompt = render(self.tokenizer, history, self.args.thinking)
+        prompt = render(self.tokenizer, history, self.args.thinking)
         max_new = min(self.args.max_tokens, self.max_context - len(prompt))
         if max_new <= 0:
             raise ContextFull(f"the context is full: {len(prompt)} of {self.max_context} tokens")
@@ -236,13 +229,12 @@ class EpisodeRunner:
         return actions[:n_actions], candidates
 
     def as_action(self, ids, logprobs):
-        """Returns sampled tokens as an action (see colbench.ACTION); EpisodeError if unusable."""
-        finite = all(x is not None and abs(x) < 1000 for x in logprobs)  # vLLM's -inf is -9999
-        if not finite or len(logprobs) != len(ids):
-            raise EpisodeError("log-probs are missing, NaN or infinite; check the weights")
+        """Returns sampled tokens as an action (see colbench.ACTION)."""
+        if not all(abs(x) < 1000 for x in logprobs):  # NaN, too; vLLM's -inf is -9999
+            raise ValueError("log-probs are NaN or infinite; check the weights")
         if max(ids) >= len(self.tokenizer):
-            raise EpisodeError(f"token {max(ids)} is not in --model's vocabulary; does --engine "
-                               "serve another model?")
+            raise ValueError(f"token {max(ids)} is not in --model's vocabulary; does --engine "
+                             "serve another model?")
         text = self.tokenizer.decode(ids, skip_special_tokens=True)
         action = {"output": text, "token_ids": ids, "logprobs": [round(x, 6) for x in logprobs]}
         if ids[-1] not in self.stop:
@@ -252,10 +244,7 @@ class EpisodeRunner:
 
     async def human_reply(self, task, history):
         """Returns the human's reply to the last message."""
-        reply = await call_user_function(self.reply, task, history)
-        if not isinstance(reply, str):
-            raise EpisodeError(f"the human's reply is not a string: {reply!r}")
-        return reply
+        return await call_user_function(self.reply, task, history)
 
     async def add_candidates(self, record, sample):
         """Samples candidates for a dialogue's messages; returns the new fields of its record."""
@@ -269,7 +258,7 @@ class EpisodeRunner:
         meta = {"thinking": self.args.thinking, "candidates": self.meta}  # merged into the old meta
         return {"sample": sample, "answered": answered(record), "meta": meta}
 
-    # loading, and --resume
+    # loading
 
     def load_tokenizer(self):
         """Loads the tokenizer of --model, and reads what the episodes need of its configuration."""
@@ -286,17 +275,18 @@ class EpisodeRunner:
         """Asks servers which model they serve, then loads the local models; returns self."""
         args = self.args
         if args.human:
-            self.reply = await self.load_role("human", args.human, ChatHuman, "reply")
+            params = {"temperature": 0, "max_tokens": 1024, **args.human_params}
+            self.reply = await self.load_role("human", args.human, "reply", llm_reply, params)
         if args.agent:
-            self.act = await self.load_role("agent", args.agent, ChatAgent, "act")
-        self.check_resumed()  # now that the servers have named their models
-        if args.engine:
-            self.engine = self.servers["agent"] = VllmEngine(args, self.stop)
-            await self.engine.find_served_model()
-            if self.engine.body["model"] != args.model:
-                say(f"{args.engine} serves {self.engine.body['model']}, assumed to be {args.model}")
-            self.max_context = min(self.max_context, self.engine.max_context)
-        elif not args.agent:
+            params = {"temperature": args.temperature, "top_p": args.top_p,
+                      "max_tokens": args.max_tokens, **args.agent_params}
+            self.act = await self.load_role("agent", args.agent, "act", llm_message, params)
+        elif args.engine:
+            server = self.servers["engine"] = Server(args, "engine", args.engine, vllm_params(
+                args, self.stop))
+            self.engine = server.complete
+            self.max_context = min(self.max_context, await server.find_model(args.model))
+        else:
             self.engine = TransformersEngine(args, self.stop)
         if args.critic and args.critic.endswith(".py"):
             self.critic = load_function(args.critic, "advantages")
@@ -304,25 +294,23 @@ class EpisodeRunner:
             self.critic = Critic(args).advantages
         return self
 
-    async def load_role(self, role, who, chat_model, name):
-        """Returns the function `name` of `who`, which is the --human or --agent."""
+    async def load_role(self, role, who, name, llm_function, params):
+        """Returns the function `name` of `who`, which is the --human or --agent.
+
+        For a server it is llm_function; params are those of its requests, null for none.
+        """
         if who.startswith(("http://", "https://")):
-            server = self.servers[role] = chat_model(self.args)
-            self.meta[f"{role}_model"] = await server.model_name()
-            return getattr(server, name)
+            body = {name: value for name, value in params.items() if value is not None}
+            server = self.servers[role] = Server(self.args, role, who, body)
+            if "model" not in body:
+                await server.find_model()
+            self.meta[f"{role}_model"] = body["model"]
+            return functools.partial(llm_function, server)
         if who.startswith("fixed:"):
             return lambda task, history: who.removeprefix("fixed:")
         if who.endswith(".py"):
             return load_function(who, name)
         fail(f"--{role} {who}: give the http://host:port/v1 of an LLM, fixed:TEXT or FILE.py")
-
-    def check_resumed(self):
-        """Fails if the --resume file's episodes differ in a setting that both sides have."""
-        for name, new in settings(self.meta).items():
-            for old in self.resumed:
-                if old.get(name, new) != new:
-                    fail(f"--resume {self.args.resume} holds episodes with {name} {old[name]}, not "
-                         f"{new}; use the same flags, files and weights, or another file")
 
 
 # --- models in this process -----------------------------------------------------------------------
@@ -332,47 +320,39 @@ TREE_TOKENS = 16384  # most tokens per forward of the critic
 
 
 class Batcher:
-    """Batches the requests of many coroutines, and computes them in steps.
+    """Batches the requests of many episodes, and computes them in steps, in a thread.
 
     In a step, a subclass's compute(new) starts the new requests, and sets the `result` of at least
-    one running request. Steps repeat while there are requests. If compute raises, so does every
-    later submit.
+    one running request.
     """
 
     def __init__(self):
         self.waiting, self.running = [], []  # requests
-        self.step_end = None  # a future for the end of the step, None while there are no requests
+        self.step = None  # the task of the last step
 
     async def submit(self, **fields):
         """Returns the result of a request that has these fields."""
         request = SimpleNamespace(result=None, **fields)
         self.waiting.append(request)
-        if self.step_end is None:
-            self.step_end = asyncio.get_running_loop().create_future()
-            self.task = asyncio.create_task(self.run_steps())  # asyncio itself keeps no reference
+        if self.step is None or self.step.done():
+            self.step = asyncio.create_task(self.run_step())
         while request.result is None:
-            await self.step_end
+            await self.step
         return request.result
 
-    async def run_steps(self):
-        """Runs steps until every request has its result."""
-        loop = asyncio.get_running_loop()
-        while self.waiting or self.running:
-            n_waiting = 0  # full and reproducible batches: let coroutines submit until none does
-            while n_waiting != len(self.waiting):
-                n_waiting = len(self.waiting)
-                await asyncio.sleep(0)
-            new = self.admit()
-            self.running += new
-            try:
-                await loop.run_in_executor(COMPUTE_THREAD, self.compute, new)
-            except Exception as e:
-                self.step_end.set_exception(e)
-                return
-            self.running = [request for request in self.running if request.result is None]
-            ended, self.step_end = self.step_end, loop.create_future()
-            ended.set_result(None)  # wakes all that submitted; those without a result wait on
-        self.step_end = None
+    async def run_step(self):
+        """Computes a step, and starts the next one if there are requests left."""
+        if self.waiting:
+            # Let the episodes to which the last step gave a result submit their next request, so
+            # that batches are full, and the same in each run. They run first, and mostly submit
+            # at once. Only an episode whose human waits, as for a server, joins a later step.
+            await asyncio.sleep(0)
+        new = self.admit()
+        self.running += new
+        await asyncio.get_running_loop().run_in_executor(COMPUTE_THREAD, self.compute, new)
+        self.running = [request for request in self.running if request.result is None]
+        if self.waiting or self.running:
+            self.step = asyncio.create_task(self.run_step())
 
     def admit(self):
         """Removes and returns the waiting requests that start now."""
@@ -422,8 +402,6 @@ class TransformersEngine(Batcher):
         super().__init__()
         self.lm, _ = load_lm(args.model, DEVICE, args.dtype)
         self.lm.set_attn_implementation("grouped")
-        names = inspect.signature(self.lm.forward).parameters
-        self.cache_name = "cache" if "cache" in names else "past_key_values"  # transformers < 5.24
         self.args, self.stop = args, stop
         self.actions = []  # the action of each row
         self.mask = self.cache = None  # (R, W), 0 for padding; the rows' keys and values
@@ -467,7 +445,7 @@ class TransformersEngine(Batcher):
         mask, cache = (padded >= 0).long(), DynamicCache()  # (P, L)
         positions = (mask.cumsum(1) - 1).clamp(0)  # (P, L)
         logits = self.lm(input_ids=padded.clamp(0), attention_mask=mask, logits_to_keep=1,
-                         position_ids=positions, **{self.cache_name: cache}).logits[:, 0]
+                         position_ids=positions, past_key_values=cache).logits[:, 0]
         actions = [action for request in new for action in request.actions]
         prompt_of = [prompts[request.prompt] for request in new for _ in request.actions]
         cache.batch_select_indices(prompt_of)
@@ -488,20 +466,18 @@ class TransformersEngine(Batcher):
         # position 0 for ended rows, because their own may exceed the model's maximum
         positions = (self.mask.sum(1, True) - 1) * is_live  # (R, 1)
         logits = self.lm(input_ids=ids, attention_mask=self.mask, position_ids=positions,
-                         **{self.cache_name: self.cache}).logits[:, 0]  # (R, V)
+                         past_key_values=self.cache).logits[:, 0]  # (R, V)
         self.append_tokens(logits, range(len(ids)), self.actions)
 
     def append_tokens(self, logits, rows, actions):
         """Samples the next token of each action, from its row of logits, if it has not ended."""
         live = [(row, action) for row, action in zip(rows, actions) if not action.ended]
-        for start in range(0, len(live), 64):  # 64 rows at a time, to bound memory
-            some = live[start:start + 64]
-            token, logp = self.sample(logits[[row for row, _ in some]],
-                                      [action.rng for _, action in some])
-            for (_, action), t, p in zip(some, token[:, 0].tolist(), logp[:, 0].tolist()):
-                action.ids.append(t)
-                action.logps.append(p)
-                action.ended = t in self.stop or len(action.ids) == action.max_new
+        tokens, logps = self.sample(logits[[row for row, _ in live]],
+                                    [action.rng for _, action in live])
+        for (_, action), token, logp in zip(live, tokens.tolist(), logps.tolist()):
+            action.ids.append(token)
+            action.logps.append(logp)
+            action.ended = token in self.stop or len(action.ids) == action.max_new
         self.drop_ended_rows()
 
     def drop_ended_rows(self):
@@ -516,22 +492,22 @@ class TransformersEngine(Batcher):
                 layer.values = layer.values[kept, :, first:]
 
     def sample(self, logits, generators):
-        """Samples a token per row of logits, (R, V); returns tokens and log-probs, (R, 1) each."""
+        """Samples a token per row of logits, (R, V); returns tokens and log-probs, both (R,)."""
         temperature, top_p = self.args.temperature, self.args.top_p
         logps = (logits.float() / (temperature or 1)).log_softmax(-1)  # (R, V)
-        if not temperature:
-            token = logps.argmax(-1, keepdim=True)
-            return token, logps.gather(1, token)
-        if top_p < 1:
+        if top_p < 1 and temperature:
             ordered, tokens = logps.sort(descending=True)
             tail = ordered.exp().cumsum(-1) - ordered.exp() >= top_p  # (R, V), in sorted order
             logps = logps.masked_fill(tail.scatter(-1, tokens, tail), -math.inf).log_softmax(-1)
-        # inverse transform sampling: u is uniform in [0, 1), also after rounding to fp32
-        u = torch.tensor([[g.random() * (1 - 2 ** -24)] for g in generators], device=DEVICE)
-        cdf = logps.exp().cumsum(-1)  # (R, V)
-        token = torch.searchsorted(cdf, u * cdf[:, -1:], right=True)  # (R, 1)
-        token = token.clamp(max=cdf.shape[1] - 1)  # NaN logits give an index past the vocabulary
-        return token, logps.gather(1, token)
+        if temperature:
+            # inverse transform sampling: u is uniform in [0, 1), also after rounding to fp32
+            u = torch.tensor([[g.random() * (1 - 2 ** -24)] for g in generators], device=DEVICE)
+            cdf = logps.exp().cumsum(-1)  # (R, V)
+            token = torch.searchsorted(cdf, u * cdf[:, -1:], right=True)  # (R, 1)
+            token = token.clamp(max=cdf.shape[1] - 1)  # NaN logits give an index past the end
+        else:
+            token = logps.argmax(-1, keepdim=True)
+        return token[:, 0], logps.gather(1, token)[:, 0]
 
 
 def join(a, b):
@@ -559,202 +535,170 @@ AttentionMaskInterface.register("grouped", sdpa_mask)
 
 # --- servers --------------------------------------------------------------------------------------
 
-class Endpoint:
-    """A client of an OpenAI-compatible server. `usage` counts requests and tokens."""
-    KEYS = ["OPENAI_API_KEY"]  # environment variables; the first that is set has the API key
-    has_answered = False
+API_KEYS = {"agent": ["AGENT_API_KEY", "OPENAI_API_KEY"], "human": ["OPENAI_API_KEY"],
+            "engine": ["VLLM_API_KEY"]}  # environment variables; the first that is set counts
+MOST_BYTES = 2 ** 26  # of a reply; a server that sends 17 long messages with log-probs needs half
+MOST_CHARS = 10 ** 5  # of a chat model's text, which regexes search
 
-    def __init__(self, url, args, body):
-        """body: fields that all requests share."""
-        import openai  # slow
-        self.url, self.body, self.usage = url, body, Counter(requests=0)
-        names = [name for name in self.KEYS if os.environ.get(name)]
-        self.key_name = names[0] if names else self.KEYS[0]
-        key = os.environ.get(self.key_name, "none")
+
+class Client(openai.DefaultAsyncHttpxClient):
+    """Reads whole replies: within the time limit, and not more than MOST_BYTES.
+
+    It asks for uncompressed replies, and decompresses none, because a small one may become large.
+    """
+
+    async def send(self, request, **kwargs):
+        request.headers["Accept-Encoding"] = "identity"
+        body = bytearray()
+        try:
+            async with asyncio.timeout(request.extensions["timeout"]["read"]):
+                response = await super().send(request, **{**kwargs, "stream": True})
+                async with aclosing(response):
+                    async for part in response.aiter_raw():
+                        body += part
+                        if len(body) > MOST_BYTES:
+                            raise ValueError(f"the reply has more than {MOST_BYTES} bytes")
+        except TimeoutError:
+            raise httpx2.ReadTimeout("the reply takes longer than --timeout") from None
+        response.headers.pop("Content-Encoding", None)
+        return httpx2.Response(response.status_code, headers=response.headers, content=bytes(body),
+                               request=request)
+
+
+class Server:
+    """A client of an OpenAI-compatible server, for two kinds of requests: chat and complete.
+
+    body: the fields that all requests share. usage: the number of requests, of tokens, and of
+    replies by each model, because a router may choose another one than was asked for.
+    """
+
+    def __init__(self, args, role, url, body):
+        self.name, self.body, self.usage = without_secrets(url), body, Counter()
+        key = next(filter(None, map(os.environ.get, API_KEYS[role])), "none")
+        # a redirect could carry the key and the hidden information to another host
         self.client = openai.AsyncOpenAI(
             base_url=url, api_key=key, max_retries=args.retries,
-            timeout=openai.Timeout(args.timeout, connect=30))
+            timeout=openai.Timeout(args.timeout, connect=30),
+            http_client=Client(follow_redirects=False))
 
-    async def find_served_model(self):
-        """Sets body["model"] and max_context. If several models are served, body must name one."""
-        try:
-            reply = await self.client.with_options(max_retries=0).get("/models", cast_to=object)
-            served = {model["id"]: model.get("max_model_len") for model in reply["data"]}
-        except Exception as e:
-            fail(f"{self.url} does not list its models (is the server running, does its address "
-                 f"end in /v1, is the key in {self.key_name} right?): {error_text(e)}")
-        name = [*served][0] if len(served) == 1 else self.body.get("model")
-        if name not in served:
-            fail(f"{self.url} serves {', '.join(served) or 'no model'}, not {name}; choose one by "
-                 "--human_params or --agent_params, or for --engine by --model")
-        self.body["model"], self.max_context = name, served[name] or math.inf
+    async def find_model(self, wanted=None):
+        """Sets body["model"] to the wanted one, or to the only one that is served.
 
-    async def request(self, path, parse, **body):
-        """Posts a request and returns parse(reply), which raises ValueError for an unusable reply.
-
-        EpisodeError: the server rejects this request, but has answered others; else OSError.
+        Returns the length of its context, if the server reports it.
         """
         try:
-            reply = await self.client.post(path, cast_to=object, body={**self.body, **body})
-            self.usage.update({"requests": 1, **reported_tokens(reply)})
-            result = parse(reply)
-            self.has_answered = True
-            return result
-        except (LookupError, TypeError, AttributeError):
-            rejected, error = True, "the reply is not that of an OpenAI-compatible server"
+            reply = await self.client.get("/models", cast_to=object)
+            served = {model["id"]: model.get("max_model_len") for model in reply["data"]}
         except Exception as e:
-            is_invalid = getattr(e, "status_code", None) in (400, 413, 422)
-            rejected, error = is_invalid or isinstance(e, ValueError), error_text(e)
-        if rejected and self.has_answered:
-            raise EpisodeError(f"{self.url}: {error}")
-        raise OSError(f"{self.url}: {error}")
+            fail(f"{self.name}/models has no list of models (does the address end in /v1?): {e}")
+        name = wanted if wanted in served or len(served) != 1 else [*served][0]
+        if name not in served:
+            fail(f"{self.name} serves {', '.join(served)}, not {name}; choose one by "
+                 "--human_params or --agent_params, or for --engine by --model")
+        self.body["model"] = name
+        return served[name] or math.inf
+
+    async def post(self, path, **body):
+        """Returns the server's reply to a request, and counts it; OSError if there is none."""
+        try:
+            reply = await self.client.post(path, cast_to=object, body={**self.body, **body})
+        except openai.OpenAIError as e:
+            raise OSError(f"{self.name}: {str(e.__cause__ or e)[:300]}") from None
+        usage = reply.get("usage") or {}
+        self.usage.update({"requests": 1, "prompt tokens": usage.get("prompt_tokens") or 0,
+                           "completion tokens": usage.get("completion_tokens") or 0,
+                           f"replies by {reply.get('model')}": 1})
+        return reply
+
+    async def chat(self, messages):
+        """Returns the message that a chat model sends, without thoughts (see colbench.ACTION)."""
+        reply = await self.post("/chat/completions", messages=messages)
+        choice, usage = reply["choices"][0], reply.get("usage") or {}
+        reason, text = choice["finish_reason"], choice["message"]["content"] or ""
+        # if the server's prompt has opened a thought, only its end is there, </think>
+        text = without_thinking("<think>" + text if "</think>" in text else text)[:MOST_CHARS]
+        if not text or reason in ("content_filter", "error"):
+            raise ValueError(f"the reply is empty or incomplete: {reason}")
+        message = {"output": text}
+        if reason in ("length", "max_tokens"):
+            message["cut"] = True
+        if usage.get("completion_tokens"):
+            message["completion_tokens"] = usage["completion_tokens"]
+        return message
+
+    async def complete(self, prompt, keys, max_new):
+        """Samples with a vLLM server: see EpisodeRunner's engine. All texts go as token ids.
+
+        vLLM takes one seed per request, and seeds message i with seed + i. In another batch the
+        same seed may give other tokens.
+        """
+        reply = await self.post("/completions", prompt=prompt, n=len(keys), max_tokens=max_new,
+                                seed=rng(*keys[0]).getrandbits(31))
+        reasons = [choice["finish_reason"] for choice in reply["choices"]]
+        if len(reasons) != len(keys) or {*reasons} - {"stop", "length"}:
+            raise ValueError(f"messages are missing or incomplete: {reasons}")
+        return [(choice["token_ids"], choice["logprobs"]["token_logprobs"])
+                for choice in reply["choices"]]
 
 
-def error_text(e):
-    """Returns the type and text of a request's error; the cause of a lost connection."""
-    words = str(e.__cause__ or "") or e
-    return f"{type(e).__name__}: {' '.join(str(words).split())[:200]}"
+def vllm_params(args, stop):
+    """Returns the parameters of requests to --engine."""
+    return {"temperature": args.temperature, "top_p": args.top_p, "top_k": 0, "min_p": 0,
+            "repetition_penalty": 1, "stop_token_ids": sorted(stop), "skip_special_tokens": False,
+            "logprobs": 0, "return_token_ids": True}
 
 
-def reported_tokens(reply):
-    """Returns {"prompt_tokens", "completion_tokens"} of a reply; {} if its server reports none."""
-    usage = reply.get("usage") or {}
-    return {name: usage[name] for name in ("prompt_tokens", "completion_tokens") if usage.get(name)}
+def without_secrets(address):
+    """Returns an address without what may be a password; other texts as they are."""
+    if not address.startswith(("http://", "https://")):
+        return address
+    parts = urlsplit(address)
+    return parts._replace(netloc=parts.netloc.rpartition("@")[2], query="").geturl()
 
 
-class VllmEngine(Endpoint):
-    """Samples with a vLLM server. Prompts and messages are sent as token ids.
-
-    vLLM takes one seed per request, and seeds message i with seed + i. In another batch the same
-    seed may give other tokens.
-    """
-    KEYS = ["VLLM_API_KEY"]
-
-    def __init__(self, args, stop):
-        super().__init__(args.engine, args, {
-            "model": args.model, "temperature": args.temperature, "top_p": args.top_p, "top_k": 0,
-            "min_p": 0, "repetition_penalty": 1, "stop_token_ids": sorted(stop),
-            "skip_special_tokens": False, "logprobs": 0, "return_token_ids": True})
-
-    async def __call__(self, prompt, keys, max_new):
-        def parse(reply):
-            choices = reply["choices"]
-            if any(c["finish_reason"] not in ("stop", "length") for c in choices):
-                raise ValueError("a message was aborted; the server is shutting down")
-            if len(choices) != len(keys) or not all(c.get("token_ids") for c in choices):
-                raise ValueError("messages or their token_ids are missing; use vLLM 0.10 or newer")
-            return [(c["token_ids"], c["logprobs"]["token_logprobs"]) for c in choices]
-
-        return await self.request("/completions", parse, prompt=prompt, n=len(keys),
-                                  max_tokens=max_new, seed=rng(*keys[0]).getrandbits(31))
+async def llm_message(server, task, history):
+    """Returns the message of a chat model as the agent, which reads only roles and contents."""
+    return await server.chat([{"role": m["role"], "content": m["content"]} for m in history])
 
 
-class ChatModel(Endpoint):
-    """A chat model as the agent or the human, its `role`."""
-
-    def __init__(self, args, **params):
-        """params: of its requests; --agent_params or --human_params replaces or removes them."""
-        params |= getattr(args, f"{self.role}_params")
-        body = {name: value for name, value in params.items() if value is not None}
-        super().__init__(getattr(args, self.role), args, body)
-
-    async def model_name(self):
-        """Returns the model's name, from the server unless the parameters have it."""
-        if "model" not in self.body:
-            await self.find_served_model()
-        return self.body["model"]
-
-
-class ChatAgent(ChatModel):
-    """A chat model as the agent, which reads the roles and contents of the dialogue, no more."""
-    KEYS, role = ["AGENT_API_KEY", "OPENAI_API_KEY"], "agent"
-
-    def __init__(self, args):
-        super().__init__(args, temperature=args.temperature, top_p=args.top_p,
-                         max_tokens=args.max_tokens)
-
-    async def act(self, task, history):
-        messages = [{"role": m["role"], "content": m["content"]} for m in history]
-        return await self.request("/chat/completions", chat_message, messages=messages)
-
-
-class ChatHuman(ChatModel):
-    """A chat model as the human, who reads the hidden information and sees web pages."""
-    role = "human"
-
-    def __init__(self, args):
-        super().__init__(args, temperature=0, max_tokens=1024)
-        self.renderer = None  # created for the first page
-
-    async def reply(self, task, history):
-        content = human_prompt(task, history)
-        if environment(task).shows_pages:
-            self.renderer = self.renderer or Renderer(cpus())
-            try:
-                answer = history[-1]["content"]
-                pages = await asyncio.to_thread(self.renderer.render_pair, task, answer)
-            except RenderError as e:
-                return RENDER_FAILED_REPLY.format(e)
-            content = [{"type": "text", "text": content}]
-            for page in pages:
-                url = "data:image/png;base64," + base64.b64encode(page["png"]).decode()
-                content.append({"type": "image_url", "image_url": {"url": url}})
-        text = await self.request("/chat/completions", reply_text,
-                                  messages=[{"role": "user", "content": content}])
-        text = own_words(text)
-        return text if environment(task).shows_pages else redact(text, task)
-
-
-def chat_message(reply):
-    """Returns the agent's message of a chat completion as a dict; ValueError for an empty one.
-
-    It has `output`, the text without thoughts, and `cut` if truncated, as a sampled one does.
-    """
-    text, cut = completion_text(reply)
-    if not text:
-        raise ValueError("the reply is truncated in its thoughts: allow more tokens, such as by "
-                         "--max_tokens 4000")
-    message = {"output": text}
-    if cut:
-        message["cut"] = True
-    if tokens := reported_tokens(reply).get("completion_tokens"):
-        message["completion_tokens"] = tokens
-    return message
-
-
-def reply_text(reply):
-    """Returns the human's reply of a chat completion; ValueError unless it is whole."""
-    text, cut = completion_text(reply)
-    if cut:
-        raise ValueError("the reply is truncated: allow more tokens, such as by "
-                         """--human_params '{"max_tokens": 4000}'""")
-    return text
-
-
-def completion_text(reply):
-    """Returns (text without thoughts, is truncated) of a chat completion.
-
-    Raises ValueError if it is empty but not truncated, or if a filter or an error has ended it.
-    """
-    choice = reply["choices"][0]
-    reason, content = choice.get("finish_reason"), choice["message"]["content"] or ""
-    # if the server's prompt has opened a thought, the reply has only the end of it, </think>
-    text = without_thinking("<think>" + content if "</think>" in content else content)
-    cut = reason in ("length", "max_tokens")
-    if reason in ("content_filter", "error", "tool_calls") or not text and not cut:
-        raise ValueError(f"the reply is empty or incomplete, finish_reason {reason}")
-    return text, cut
-
-
-# --- an LLM human's words -------------------------------------------------------------------------
+# --- an LLM human ---------------------------------------------------------------------------------
 #
-# The agent sees only what an LLM human says in its own name, without quotes of the reference.
+# It reads the hidden information, and sees web pages. The agent sees only what it says in its own
+# name, without quotes of the reference.
 
 RENDER_FAILED_REPLY = "i can't see your page: {}"
 # A speaker's name at the start of a line, such as "You: ", "**Assistant:** " or "### Human:".
 HUMAN_NAME, AGENT_NAME = (
     re.compile(rf"^ ?(?:[#>]+ )?[*_\[]*(?:the |ai )?(?:{names})[*_\]]*:[*_]*(?!\w)", re.M | re.I)
     for names in ("you|user|human|colleague", "assistant|agent|ai"))
+
+
+async def llm_reply(server, task, history):
+    """Returns the reply of a chat model as the human."""
+    kind, content = environment(task), human_prompt(task, history)
+    if kind.shows_pages:
+        try:
+            pages = await asyncio.to_thread(renderer().render_pair, task, history[-1]["content"])
+        except RenderError as e:
+            return RENDER_FAILED_REPLY.format(e)
+        content = [{"type": "text", "text": content}]
+        for page in pages:
+            url = "data:image/png;base64," + base64.b64encode(page["png"]).decode()
+            content.append({"type": "image_url", "image_url": {"url": url}})
+    message = await server.chat([{"role": "user", "content": content}])
+    own = own_words(message["output"])
+    reply = own if kind.shows_pages else redact(own, task)
+    # the agent reads only reply_chars of it, and own words before an "Assistant:" are whole
+    if "cut" in message and message["output"].endswith(own) and len(reply) < kind.reply_chars:
+        raise ValueError("the reply is truncated: start a new file with other --human_params, such "
+                         'as {"max_tokens": 4000}')
+    return reply
+
+
+@functools.cache
+def renderer():
+    """Returns the Renderer of all episodes, which is started for the first page."""
+    return Renderer(cpus())
 
 
 def own_words(reply):
@@ -794,8 +738,7 @@ def redact(reply, task):
 def load_function(file, name):
     """Returns the function `name` that a Python file defines; it may be async."""
     sys.path.append(os.path.dirname(os.path.abspath(file)))  # so that it can import its neighbours
-    with fail_on_error(file):
-        namespace = runpy.run_path(file)
+    namespace = runpy.run_path(file)
     if name not in namespace:
         fail(f"{file} defines no {name}()")
     return namespace[name]
@@ -807,92 +750,71 @@ async def call_user_function(function, *args):
     While a function that is not async runs, all other episodes wait.
     """
     result = function(*private_copy(args))
-    if inspect.isawaitable(result):
-        result = await result
-    return result
+    return await result if inspect.isawaitable(result) else result
 
 
-def checked_message(returned):
-    """Returns act()'s text or dict as a dict with `output`; raises an error for anything else."""
-    message = json.loads(json.dumps(returned, allow_nan=False))
-    if isinstance(message, str):
-        return {"output": message}
-    check_shape(message, RECORD["dialogue_history"][0], "act()'s message")
-    if "output" not in message and "content" not in message:
-        raise ValueError("act()'s message has no output")
-    return {"output": message.get("content"), **message}
-
-
-# --- --resume and the settings that it compares ---------------------------------------------------
-
-# settings of a sampled agent, which --agent does not have
-OF_OWN_MODEL = "model thinking best_of critic logprob_weight candidates_share".split()
-
+# --- --resume -------------------------------------------------------------------------------------
 
 def run_meta(args):
     """Returns what determines episodes: flags, files by their hashes, and the kinds' prompts."""
-    left_out = OF_OWN_MODEL if args.agent else []
-    meta = {name: x for name, x in settings(vars(args)).items() if name not in left_out}
-    meta |= {name: fingerprint(meta[name]) for name in ("agent", "human", "critic") if name in meta}
-    if not args.agent:
-        meta["n_candidates"] = args.candidates  # `candidates` has the settings of later ones
+    meta = settings(vars(args))
+    if args.agent:  # these have no effect, so that two seeds would be the same
+        del meta["model"], meta["seed"]
+    for name in ("agent", "human", "critic"):
+        meta[name] = fingerprint(meta[name])
+    meta["n_candidates"] = args.candidates  # `candidates` has the settings of later ones
     prompts = [(ANSWER, OUTPUT, kind.agent_prompt, kind.human_prompt)
                for kind in ENVIRONMENTS.values()]
     return meta | {"version": version(), "prompts": digest(prompts)}
 
 
 def fingerprint(who):
-    """Returns a file's or folder's name with a hash of its content; any other `who` unchanged."""
+    """Returns a file's or folder's name with a hash of its content; an address without password."""
     if not who or not os.path.exists(who):
-        return who
-    with fail_on_error(who):
-        content = weights_digest(who) if os.path.isdir(who) else digest(Path(who).read_bytes())
+        return who and without_secrets(who)
+    content = weights_digest(who) if os.path.isdir(who) else digest(Path(who).read_bytes())
     return f"{Path(who).name} {content}"
 
 
-def finished_episodes(path, tasks):
-    """Returns (file, {(task id, sample): texts}, [settings]) of the --resume file.
-
-    Removes a truncated last line, and locks the file until it is closed. tasks: see Seen.
-    """
-    done, different = {}, []
+def open_to_resume(path):
+    """Opens the --resume file, and locks it until it is closed. Removes a truncated last line."""
     with fail_on_error(f"--resume {path}"):
         f = open(path, "rb+")
-    with fail_on_error(f"--resume {path} is in use by another run"):
-        fcntl.flock(f, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    complete_last_line(f)
-    if not os.path.getsize(path):  # read_records would refuse an empty file
-        return f, done, different
-    for r in read_records(f, "sample", source=path, seen=Seen(tasks), with_failed=True):
-        if "failed" not in r:
-            done[task_id(r["task"]), r["sample"]] = message_texts(r.get("dialogue_history", ()))
-        meta = r.get("meta", {})
-        meta = settings(meta.get("candidates", meta))  # if add_candidates wrote it
-        if meta not in different:
-            different.append(meta)
-    return f, done, different
-
-
-def complete_last_line(f):
-    """Removes the last line of a file of records if it is truncated, or adds its newline."""
+        fcntl.flock(f, fcntl.LOCK_EX | fcntl.LOCK_NB)  # of two runs, both would append
     last = b""
     for last in f:
         pass
-    if last.startswith(b"{") and not last.endswith(b"\n"):
-        try:
-            json.loads(last)
-            f.write(b"\n")  # only its newline is missing
-        except ValueError:
-            f.truncate(f.tell() - len(last))
+    if last.startswith(b"{") and not last.endswith(b"\n"):  # a kill has truncated it
+        f.truncate(f.tell() - len(last))
     f.seek(0)
+    return f
 
 
-def read_jobs(args, done, tasks):
-    """Yields (record, sample) of each episode of stdin's tasks; sets the kind and id of its task.
+def finished_episodes(f, meta, tasks):
+    """Returns {(task id, sample)} of the episodes in an open --resume file. tasks: see Seen.
+
+    Exits if its episodes differ from this run's `meta` in a setting that both have.
+    """
+    done, new = set(), settings(meta)
+    if not os.path.getsize(f.name):  # read_records would refuse it
+        return done
+    for r in read_records(f, "sample", source=f.name, seen=Seen(tasks), with_failed=True):
+        if "failed" not in r:
+            done.add((task_id(r["task"]), r["sample"]))
+        old = r.get("meta", {})
+        old = settings(old.get("candidates", old))  # if add_candidates wrote it
+        for name in new.keys() & old.keys():
+            if old[name] != new[name]:
+                fail(f"--resume {f.name} holds episodes with {name} {old[name]}, not {new[name]}; "
+                     "use the same flags, files and weights, or another file")
+    return done
+
+
+def read_jobs(args, tasks):
+    """Yields (record, sample) of each episode of stdin's tasks. tasks: see Seen.
 
     The episodes of a task are numbered 0, 1, ... An existing dialogue keeps its `sample`, or gets
-    the next one that is free. `done`: (task id, sample) of the --resume file; these are yielded,
-    too, but a dialogue must be the one that the file has.
+    the next one that is free.
     """
     taken = set()  # (task id, sample) of stdin
     for record in read_records(sys.stdin, seen=Seen(tasks)):
@@ -908,9 +830,6 @@ def read_jobs(args, done, tasks):
             while (name, sample) in taken:
                 sample += 1
             taken.add((name, sample))
-            texts = message_texts(record.get("dialogue_history", ()))
-            if texts and texts != done.get((name, sample), texts):
-                fail(f"task {name}, sample {sample} has another dialogue in {args.resume}")
             yield record, sample
 
 
@@ -932,96 +851,72 @@ class Collector:
     """Runs jobs, (record, sample), at most --concurrency at once, and writes episodes as they end.
 
     Of a failed episode it writes why; --resume runs it again. MOST_FAILURES in a row, not counting
-    EpisodeErrors, end the run: no new episode starts, and the running ones finish first.
+    dialogues that are too long, end the run: no new episode starts, and the running ones finish.
     """
 
     def __init__(self, runner, jobs, emit):
         """emit: writes a record."""
         self.runner, self.emit, self.jobs = runner, emit, deque(jobs)
         self.n_written = self.n_failed = self.n_failed_in_a_row = 0
-        self.error = None  # the one that ends the run
-
-    async def run(self):
-        """Runs the jobs; sets `error` if one of them has ended the run early."""
-        args = self.runner.args
-        await self.runner.load()
-        print_warnings()
-        self.bar = progress(f"episodes of {args.agent or args.model}", total=len(self.jobs))
-        await asyncio.gather(*(self.worker() for _ in range(args.concurrency)))
+        self.is_ended = False  # by MOST_FAILURES
+        self.bar = progress("episodes", total=len(self.jobs))
 
     async def worker(self):
         """Runs jobs sequentially until none is left."""
-        while self.jobs and not self.error:
+        while self.jobs and not self.is_ended:
             record, sample = self.jobs.popleft()
             try:
                 if "dialogue_history" in record:
                     fields = await self.runner.add_candidates(record, sample)
                 else:
                     fields = await self.runner.run_episode(record["task"], sample)
-            except SystemExit as e:  # of fail()
-                self.error = self.error or e
+                meta = {**record.get("meta", {}), **fields["meta"]}
+                self.emit({**record, **fields, "meta": meta})
             except Exception as e:
                 self.write_failure(record, sample, e)
             else:
-                meta = {**record.get("meta", {}), **fields["meta"]}
-                self.emit({**record, **fields, "meta": meta})
                 self.n_written, self.n_failed_in_a_row = self.n_written + 1, 0
                 self.bar.update()
 
     def write_failure(self, record, sample, e):
-        """Writes that an episode failed, unless it is given; prints why, or ends the run."""
-        self.n_failed, why = self.n_failed + 1, str(e)
-        if not isinstance(e, EpisodeError):
-            show_traceback(e)
-            self.n_failed_in_a_row += 1
-            why = f"{type(e).__name__}: {e}"
-        task = record["task"]
+        """Prints why an episode failed, and writes it, unless its dialogue was given."""
+        self.n_failed += 1
+        self.n_failed_in_a_row += not isinstance(e, ContextFull)
+        self.is_ended = self.is_ended or self.n_failed_in_a_row == MOST_FAILURES
+        if not isinstance(e, (OSError, ValueError)):  # it may be a mistake in code
+            traceback.print_exception(e)
+        task, why = record["task"], f"{type(e).__name__}: {e}"
+        say(f"task {task['id']}, sample {sample} failed: {why}")
         if "dialogue_history" not in record:
             self.emit({"task": task, "sample": sample, "failed": why, "meta": self.runner.meta})
-        message = f"task {task['id']}, sample {sample} failed: {why}"
-        if self.n_failed_in_a_row >= MOST_FAILURES:
-            self.error = self.error or SystemExit(
-                f"error: {inline(message)}; it is the {MOST_FAILURES}th failure in a row; rerun "
-                "with --resume FILE to continue")
-        elif self.n_failed <= MOST_FAILURES:
-            say(message)
 
 
-def print_summary(args, runner, n_written, n_done):
-    """Prints what was written, and what the servers did. n_done: episodes in the --resume file."""
-    text = f"wrote {n_written} episodes of {args.agent or args.model}"
+async def collect(args, emit):
+    """Runs the episodes of stdin's tasks, and writes each as it ends."""
+    tasks, done = {}, set()
+    jobs = [*read_jobs(args, tasks)]
+    runner = await EpisodeRunner(args).load()
     if args.resume:
-        text += f" ({n_done} more in the --resume file)"
-    if runner.totals["truncated"]:
-        percent = 100 * runner.totals["truncated"] / runner.totals["actions"]
-        text += f": {percent:.1f} % of messages truncated"
-    say(text)
-    for role, server in runner.servers.items():
-        counts = [f"{number} {what.replace('_', ' ')}" for what, number in server.usage.items()]
-        say(f"{role}: {', '.join(counts)}")
-
-
-def main(args):
-    """Runs the episodes of stdin's tasks, writes each as it ends, and prints a summary."""
-    emit, runner = open_stdout(), EpisodeRunner(args)
-    done, tasks = {}, {}
-    if args.resume:
-        locked, done, runner.resumed = finished_episodes(args.resume, tasks)  # locked until the end
-        runner.check_resumed()
-    jobs = [(record, sample) for record, sample in read_jobs(args, done, tasks)
-            if (record["task"]["id"], sample) not in done]
+        resumed = open_to_resume(args.resume)  # locked until this function returns
+        done = finished_episodes(resumed, runner.meta, tasks)
+        jobs = [(record, i) for record, i in jobs if (record["task"]["id"], i) not in done]
     collector = Collector(runner, jobs, emit)
-    if jobs:
-        say(f"running {len(jobs)} episodes of {args.agent or args.model}, at most "
-            f"{args.concurrency} at once")
-        asyncio.run(collector.run())
+    await asyncio.gather(*(collector.worker() for _ in range(args.concurrency)))
     print_warnings()
-    print_summary(args, runner, collector.n_written, len(done))
-    if collector.error:
-        raise collector.error
+    percent = 100 * runner.totals["truncated"] / max(1, runner.totals["actions"])
+    say(f"wrote {collector.n_written} episodes ({len(done)} more in the --resume file); "
+        f"{percent:.1f} % of messages truncated")
+    for role, server in runner.servers.items():
+        say(f"{role}: " + ", ".join(f"{number} {what}" for what, number in server.usage.items()))
+    if collector.is_ended:
+        fail(f"{MOST_FAILURES} episodes in a row failed; --resume FILE reruns them, and continues")
     if collector.n_failed:
         fail(f"{collector.n_failed} episodes failed; --resume FILE reruns them")
 
 
+def main(args):
+    asyncio.run(collect(args, open_stdout()))
+
+
 if __name__ == "__main__":
-    run(main, ARGS)
+    run(main, get_args())

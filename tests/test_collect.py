@@ -1,15 +1,12 @@
 """collect.py alone: what it samples, --resume, bad input."""
 import asyncio
-import copy
 import json
 import random
-import re
 import shutil
 import statistics
 import sys
 from collections import Counter
 from itertools import chain
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -57,7 +54,7 @@ def test_actions_that_max_tokens_cut_are_marked_and_counted(tasks, tiny_dir, tmp
         assert action.get("cut", False) == (action["token_ids"][-1] not in ends)
     share = 100 * sum("cut" in action for action in drawn) / len(drawn)
     assert 0 < share < 100
-    assert f": {share:.1f} % of messages truncated\n" in said
+    assert f"; {share:.1f} % of messages truncated\n" in said
 
 
 def runner(tiny_dir, *flags):
@@ -162,22 +159,27 @@ def test_best_of_sends_the_critics_favourite(ref_reads, tasks, rewarded, tiny_di
             sent = asyncio.run(p.next_message(task, history, key))
             assert sent["token_ids"] == drawn[favourites[-1]][0]
     assert len(set(favourites)) > 1 and favourites[::2] != favourites[1::2]
-    with pytest.raises(SystemExit, match="no/critic"):
+    with pytest.raises(SystemExit):
         runner(tiny_dir, "--best_of", 2, "--critic", "no/critic")
 
 
 # --- --resume -------------------------------------------------------------------------------------
 
+def finished(file, meta=None, tasks=None):
+    """The keys of the episodes that a run with this meta need not run again."""
+    with collect.open_to_resume(file) as opened:
+        return collect.finished_episodes(opened, meta or {}, {} if tasks is None else tasks)
+
+
 def test_of_a_file_only_a_cut_last_line_is_dropped_and_one_run_at_a_time_has_it(collected,
                                                                                 tmp_path):
     file, (first, last) = tmp_path / "all.jsonl", collected.splitlines(True)[:2]
     both, half = first + last, last[:len(last) // 2]
-    for text, kept in ((half, ""), (first + half, first), (both, both), (both[:-1], both)):
+    for text, kept in ((half, ""), (first + half, first), (both, both), (both[:-1], first)):
         file.write_text(text)
-        opened, done, _ = collect.finished_episodes(file, {})
-        with opened, pytest.raises(SystemExit, match=f"{file} is in use by another run"):
-            collect.finished_episodes(file, {})
-        assert file.read_text() == kept and done.keys() == set(map(key_of, records(kept)))
+        assert finished(file) == set(map(key_of, records(kept))) and file.read_text() == kept
+        with collect.open_to_resume(file), pytest.raises(SystemExit, match=f"--resume {file}: "):
+            collect.open_to_resume(file)
 
 
 def test_a_file_of_something_else_is_not_touched(episodes, tmp_path):
@@ -187,7 +189,7 @@ def test_a_file_of_something_else_is_not_touched(episodes, tmp_path):
                        (lines(episodes[2:]), 2)):
         file.write_text(text)
         with pytest.raises(SystemExit, match=f"error: {file}, line {line}"):
-            collect.finished_episodes(file, {})
+            finished(file)
         assert file.read_text() == text
 
 
@@ -227,20 +229,17 @@ def test_a_thought_that_the_prompt_opened_is_private_and_other_text_is_sent(tiny
 
 @pytest.fixture
 def resume(tiny_dir, tmp_path):
-    """resume(file): what read_jobs needs, of a run that resumes the file; fails as collect.py."""
+    """resume(file): runs what resumes the file; fails as collect.py. tasks: those of stdin."""
     for name in ("reply(task, history)", "advantages(task, history, actions)"):
         (tmp_path / f"{name[:5]}.py").write_text(f"def {name}: return 'yes'")
     model = shutil.copytree(tiny_dir, tmp_path / "model")
     argv = ["--model", model, "--human", tmp_path / "reply.py", "--critic", tmp_path / "advan.py",
             "--best_of", 2, "--candidates", 3]
 
-    def make(file, *more):
-        args, tasks = collect.get_args([*map(str, (*argv, "--resume", file, *more))]), {}
-        runner = collect.EpisodeRunner(args)
-        opened, done, runner.resumed = collect.finished_episodes(file, tasks)
-        with opened:
-            runner.check_resumed()
-        return runner, args, done, tasks
+    def make(file, *more, tasks=None):
+        make.args = collect.get_args([*map(str, (*argv, "--resume", file, *more))])
+        make.meta = collect.EpisodeRunner(make.args).meta
+        return finished(file, make.meta, tasks)
     return make
 
 
@@ -251,7 +250,8 @@ def test_whatever_changes_an_episode_must_be_as_in_the_file(resume, episodes, tm
                                                             monkeypatch):
     file = tmp_path / "all.jsonl"
     file.touch()
-    meta = resume(file)[0].meta
+    resume(file)
+    meta = resume.meta
 
     def refused(why, *flags, **changed):
         file.write_text(lines([{**episodes[0], "meta": {**meta, **changed}}]))
@@ -281,35 +281,32 @@ def test_whatever_changes_an_episode_must_be_as_in_the_file(resume, episodes, tm
 def test_each_flag_but_those_of_speed_and_paths_is_a_setting(resume, tmp_path):
     """So a flag that an edit adds is compared by --resume and by evaluate.py."""
     (tmp_path / "all.jsonl").touch()
-    meta = resume(tmp_path / "all.jsonl")[0].meta
+    resume(tmp_path / "all.jsonl")
+    meta = resume.meta
     flags = vars(collect.get_args(["--human", "fixed:x"])).keys() - {*colbench.NO_SETTINGS}
     assert colbench.settings(meta).keys() == flags | {"n_candidates", "prompts"}
     assert not {*evaluate.SYSTEM} - flags - {"agent_model"}
 
 
 def test_a_task_that_was_edited_under_its_id_is_an_error(resume, episodes, tmp_path):
-    """And so is another dialogue under the number of one that has its candidates."""
     file, (first, second, *_) = tmp_path / "all.jsonl", sorted(episodes, key=key_of)[::2]
     for r in episodes:
         del r["meta"]
     file.write_text(lines([second, first]))
-    _, args, done, tasks = resume(file)
 
-    def missing(record):
+    def done(record):
+        tasks = {}
         with stdin_of([second, record]):
-            jobs = [*collect.read_jobs(args, done, dict(tasks))]
-        return {key_of({**r, "sample": n}) for r, n in jobs} - done.keys()
-    assert missing(first) == set()
-    said = copy.deepcopy(first)
-    said["dialogue_history"][1]["content"] += "?"
-    with pytest.raises(SystemExit, match=f"task {first['task']['id']}, sample 0 has another "):
-        missing(said)
+            jobs = [*collect.read_jobs(resume.args, tasks)]
+        return {key_of({**r, "sample": n}) for r, n in jobs} & resume(file, tasks=tasks)
+    resume(file)
+    assert done(first) == {key_of(first), key_of(second)}
     for field in ("problem_description", "ground_truth", "hidden_information", "test_cases", "own"):
         task = {**first["task"], field: {"test1": "f(0)"} if field == "test_cases" else "another"}
-        why = (f"stdin, line 2: the task {task['id']} differs from the one in {file}, line 2 in "
+        why = (f"{file}, line 2: the task {task['id']} differs from the one in stdin, line 2 in "
                f"{field}: give one")
         with pytest.raises(SystemExit, match=why):
-            missing({"task": task})
+            done({"task": task})
 
 
 # --- missing episodes -----------------------------------------------------------------------------
@@ -319,7 +316,7 @@ class Sampled(collect.EpisodeRunner):
     random = random.Random(0)
 
     def __init__(self, args):
-        self.args, self.totals, self.servers, self.resumed = args, Counter(), {}, []
+        self.args, self.totals, self.servers = args, Counter(), {}
         self.meta = {"seed": args.seed}
 
     async def load(self):
@@ -327,7 +324,7 @@ class Sampled(collect.EpisodeRunner):
 
     async def run_episode(self, task, sample):
         if self.random.random() < 0.2:
-            raise collect.EpisodeError("no reply")
+            raise collect.ContextFull("no reply")
         text = str(self.random.random())
         return {"sample": sample, "dialogue_history": dialogue("p", text), "meta": self.meta}
 
@@ -349,7 +346,8 @@ def test_failed_episodes_are_counted_and_in_no_mean(playing, monkeypatch, tmp_pa
             written, _, end = playing(tasks, "-k", r.randint(1, 3), "--seed", seed, *resume)
             assert bool(end) == bool(playing.failed)
             for x in playing.failed:
-                assert [*x] == ["task", "sample", "failed", "meta"] and x["failed"] == "no reply"
+                assert [*x] == ["task", "sample", "failed", "meta"]
+                assert x["failed"] == "ContextFull: no reply"
             for x in written:
                 x["reward"] = r.choice([0.0, 1.0])
             written += playing.failed
@@ -443,7 +441,7 @@ def test_no_sample_of_a_task_comes_twice():
     given += [said, {"task": task}, {**said, "sample": 7}]
     args = collect.get_args(["--human", "fixed:no", "--candidates", "1", "-k", "4"])
     with stdin_of(given):
-        samples = [sample for _, sample in collect.read_jobs(args, {}, {})]
+        samples = [sample for _, sample in collect.read_jobs(args, {})]
     assert samples[:4] == [5, 2, 3, 0] and len(set(samples)) == len(samples) == 9
 
 
@@ -506,7 +504,7 @@ def test_a_dialogue_longer_than_the_models_context_ends_unanswered(tasks, tiny_d
     (r,), said, _ = playing([tasks[0], {"task": long}], *flags)
     assert not r["answered"] and r["answer"] == "" and len(agent_messages(r)) < 10
     assert r["dialogue_history"][-1]["role"] == "assistant"
-    assert "task long, sample 0 failed: the context is full: " in said
+    assert "task long, sample 0 failed: ContextFull: the context is full: " in said
 
 
 def test_a_template_without_a_generation_prompt_is_refused(tiny_dir):
@@ -544,8 +542,8 @@ def test_a_template_that_leaves_out_messages_plays_no_episode_and_trains_nothing
     if what == "system":  # a dialogue that begins with one
         given = ranked[:1]
         given[0]["dialogue_history"].insert(0, {"role": "system", "content": "Be brief."})
-    played, _, end = playing(given, "--model", base, "--max_tokens", 5, "--candidates", 1)
-    assert not played and f"it leaves out the content of {why}" in str(end)
+    played, said, end = playing(given, "--model", base, "--max_tokens", 5, "--candidates", 1)
+    assert not played and f"it leaves out the content of {why}" in f"{said}{end}"
     for trainer in ("train_critic", "train_policy"):
         done = script(f"{trainer}.py", "--model", base, "--out", tmp_path / trainer,
                       stdin=given if what == "system" else ranked)
@@ -564,23 +562,23 @@ def test_a_flag_that_an_edit_adds_is_a_setting_of_the_episodes():
     assert collect.run_meta(args)["my_bias"] == 3 and "model" not in collect.run_meta(args)
 
 
-def test_a_run_says_at_its_start_what_it_will_do(tasks, episodes, playing):
-    flags = ["--candidates", 2, "--max_tokens", 5, "--max_turns", 1, "--concurrency", 3]
-    _, said, _ = playing([*tasks, episodes[0]], *flags)
-    assert re.match(r"running 5 episodes of .*, at most 3 at once\n", said)
+# --- what it writes -------------------------------------------------------------------------------
+
+LOOKS = """
+def reply(task, history):
+    return ",".join(line[-3:] for line in open(OUT, newline="") if line[-2:] == "}\\n")
+"""
 
 
-def test_the_summary_says_what_was_written_and_what_servers_did(capsys):
-    args = collect.get_args(["--model", "m", "--resume", "file"])
-    usage = Counter({"requests": 5, "prompt_tokens": 7})
-    servers = {"human": SimpleNamespace(usage=usage)}
-    totals = Counter(actions=8, truncated=2)
-    collect.print_summary(args, SimpleNamespace(totals=totals, servers=servers), 2, 1)
-    assert capsys.readouterr().err == (
-        "wrote 2 episodes of m (1 more in the --resume file): 25.0 % of messages truncated\n"
-        "human: 5 requests, 7 prompt tokens\n")
-    collect.print_summary(collect.get_args([]), SimpleNamespace(totals=Counter(), servers={}), 7, 0)
-    assert capsys.readouterr().err == "wrote 7 episodes of meta-llama/Llama-3.1-8B-Instruct\n"
+def test_an_episode_is_in_the_file_before_the_next_one_ends(tasks, tmp_path):
+    """Whole, so that a kill costs only the running ones."""
+    out = tmp_path / "out.jsonl"
+    out.touch()
+    (tmp_path / "human.py").write_text(f"OUT = {str(out)!r}\n{LOOKS}")
+    flags = ["--agent", "fixed:hi", "--human", tmp_path / "human.py", "--max_turns", 2, "-k", 3]
+    succeed("collect.py", *flags, "--concurrency", 1, stdin=tasks, out=out)
+    seen = [r["dialogue_history"][2]["content"] for r in records(out.read_text())]
+    assert seen == [",".join(n * ["}}\n"]) for n in range(3 * len(tasks))]
 
 
 # --- the human ------------------------------------------------------------------------------------
@@ -616,19 +614,18 @@ async def reply(task, history):
 def test_a_human_is_a_file_with_a_function(tasks, tmp_path, playing):
     """Its text is the reply, but for half a character, which no tokenizer takes.
 
-    With anything else, or an error, the task's episode fails. The former do not end the run.
+    With anything else, or an error, the task's episode fails.
     """
     ids = [r["task"]["id"] for r in tasks]
     (tmp_path / "human.py").write_text(f"TASKS = {ids}\n{WRITTEN}")
     flags = ["--human", tmp_path / "human.py", "--max_tokens", 5, "--max_turns", 3]
-    (r,), said, end = playing([*tasks, *[tasks[1]] * 16], *flags, "--concurrency", 4)
+    (r,), said, end = playing([*tasks, *[tasks[1]] * 5], *flags, "--concurrency", 4)
     assert r["task"]["id"] == ids[0]
     assert [m["content"] for m in r["dialogue_history"][2::2]] == ["2?", "4?"]
-    for name, why in zip(ids[1:], ("the human's reply is not a string: None",
-                                   "the human's reply is not a string: 5",
+    for name, why in zip(ids[1:], ("AttributeError: 'NoneType' ", "AttributeError: 'int' ",
                                    "KeyError: 'no such task'")):
         assert f"task {name}, sample 0 failed: {why}" in said
-    assert str(end).startswith("error: 19 episodes failed; --resume FILE reruns them")
+    assert str(end).startswith("error: 8 episodes failed; --resume FILE reruns them")
 
 
 DIES = """
@@ -655,10 +652,9 @@ def test_when_the_run_ends_by_an_error_the_episodes_under_way_end_first(who, tas
     given = [tasks[1], tasks[2], *[tasks[0]] * 30, tasks[3]]
     played, said, end = playing(given, *flags)
     assert {r["task"]["id"] for r in played} == {t["task"]["id"] for t in tasks[1:3]}
-    assert str(end) == (
-        f"error: task {tasks[0]['task']['id']}, sample 15 failed: KeyError: 'down'; it is the "
-        "16th failure in a row; rerun with --resume FILE to continue")
-    assert said.count("failed: KeyError: 'down'") == 15
+    assert str(end) == ("error: 16 episodes in a row failed; --resume FILE reruns them, and "
+                        "continues")
+    assert said.count("failed: KeyError: 'down'") == 16
     assert 'who.py", line 9, in reply' in said
 
 

@@ -1,20 +1,25 @@
 """Servers as human, engine and judge: real HTTP, to a server of the test's own that fails."""
 import asyncio
+import functools
 import http.server
 import itertools
 import json
 import random
 import re
+import resource
 import runpy
 import threading
 import time
+import zlib
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 import colbench
 import collect
 import model as M
+from colbench import ANSWER
 from conftest import ROOT, dialogue, key_of, turns_of
 from utils import rng
 
@@ -23,7 +28,8 @@ TIMEOUT = 3  # seconds; more than a busy machine needs to answer
 
 
 class Server(http.server.ThreadingHTTPServer):
-    """An OpenAI-compatible server: `reply(path, body)` gives the JSON.
+    """An OpenAI-compatible server: `reply(path, body)` gives the JSON, or (text, status), or a
+    function that answers the request by its handler.
 
     trouble: the share of requests that fail in passing, in the ways that servers have. refuse: a
     status for all of them.
@@ -71,6 +77,9 @@ class Handler(http.server.BaseHTTPRequestHandler):
         good = s.reply(self.path, body)
         if isinstance(good, tuple):  # text and status
             return self.send(*good)
+        if callable(good):
+            self.close_connection = True
+            return good(self)
         if trouble == "stall":
             time.sleep(TIMEOUT + 0.5)
         if trouble == "cut":
@@ -100,9 +109,9 @@ def test_a_human_who_dies_ends_the_run_by_one_line(tasks, playing):
         return said(path, body)
     human = Server(reply)
     flags = ["-k", 100, "--concurrency", 16, "--retries", 0, "--human", human.url]
-    played, _, end = playing(tasks, *PLAY, *flags)
-    assert re.fullmatch(f"error: .* failed: OSError: {human.url}: .*503.*; rerun with --resume "
-                        "FILE to continue", str(end))
+    played, told, end = playing(tasks, *PLAY, *flags)
+    assert re.search(f"sample \\d+ failed: OSError: {human.url}: .*503", told)
+    assert str(end).startswith("error: 16 episodes in a row failed; --resume FILE")
     assert 5 < len(played) < 40 and len(human.seen) < 80
 
 
@@ -240,8 +249,6 @@ def sampled(path, body):
 def test_flaky_servers_lose_no_episode_and_nothing_is_made_up(temperature, tiny_dir, tasks,
                                                               playing):
     """The engine's tokens are those for the rendered prompts, the human's replies to the dialogue.
-
-    That the engine's model has another name is told.
     """
     server = Server(lambda *asked: (said if "messages" in asked[1] else sampled)(*asked), 0.2)
     flags = [*PLAY, "-k", 2, "--engine", server.url, "--temperature", temperature,
@@ -255,7 +262,6 @@ def test_flaky_servers_lose_no_episode_and_nothing_is_made_up(temperature, tiny_
     again = sorted(playing(tasks, *flags)[0], key=key_of)
     assert got == again  # each draw has a seed of its own
     assert [*map(key_of, got)] == sorted((t["task"]["id"], i) for t in tasks for i in range(2))
-    assert f"serves m, assumed to be {tiny_dir}" in told
     tokenizer = M.find_model(tiny_dir)[1]
     bodies = [body for _, body, _ in server.seen if "prompt" in body]
     assert all(b["temperature"] == temperature and b["top_p"] == top_p for b in bodies)
@@ -277,7 +283,6 @@ def test_flaky_servers_lose_no_episode_and_nothing_is_made_up(temperature, tiny_
             assert history[t]["content"] == said("", asked)["choices"][0]["message"]["content"]
     assert {b["seed"] for b in bodies} == seeds  # one request a turn, but for those asked again
     assert {b["n"] for b in bodies} == {1 + candidates}
-    assert ("only the human can make" in told) == (not temperature)
 
 
 def test_each_message_of_an_engine_has_a_seed_of_its_own(tasks, playing):
@@ -294,142 +299,316 @@ def test_each_message_of_an_engine_has_a_seed_of_its_own(tasks, playing):
     assert seeds("--concurrency", 1) == first and not seeds("--seed", 9) & first
 
 
-PAGE = "not that of an OpenAI-compatible server"
 DRAWN = {"finish_reason": "length", "token_ids": [7], "logprobs": {"token_logprobs": [-0.5]}}
 
 
-@pytest.mark.parametrize("choice, why", [
-    ({**DRAWN, "finish_reason": "abort"}, "shutting down"), ({**DRAWN, "logprobs": None}, PAGE),
-    ({**DRAWN, "token_ids": None}, "0.10"), ({**DRAWN, "token_ids": []}, "0.10")])
-def test_a_reply_that_is_of_no_use_is_no_action(choice, why):
-    async def sample(choice):
-        args = collect.get_args(["--engine", Server(lambda *_: {"choices": [choice]}).url])
-        return await collect.VllmEngine(args, {1})([5], [(0, "task", 0, 0)], 9)
-    assert asyncio.run(sample(DRAWN)) == [([7], [-0.5])]
-    with pytest.raises(OSError, match=why):
-        asyncio.run(sample(choice))
+@pytest.mark.parametrize("choice", [
+    {**DRAWN, "finish_reason": "abort"}, {**DRAWN, "logprobs": None}, {**DRAWN, "token_ids": []},
+    {**DRAWN, "token_ids": None}, {**DRAWN, "token_ids": [10 ** 6]},
+    *({**DRAWN, "logprobs": {"token_logprobs": [x]}} for x in (None, -9999.0))])
+def test_a_reply_that_is_of_no_use_is_no_action(choice, tasks, playing):
+    def sample(choice):
+        server = Server(lambda *_: {"choices": [choice]})
+        return playing(tasks[:1], "--engine", server.url, *PLAY[:4], "--max_turns", 1)
+    (r,), _, end = sample(DRAWN)
+    assert not end and colbench.agent_messages(r)[0]["token_ids"] == [7]
+    assert "1 episodes failed" in str(sample(choice)[2]) and not sample(choice)[0]
+
+
+# --- what is sent ---------------------------------------------------------------------------------
+
+def test_the_bodies_of_requests_have_these_fields_and_no_others(tasks, tiny_dir, playing):
+    """A sampling parameter that a server's own default would change is sent, too."""
+    server = Server(lambda path, body: (said if "messages" in body else sampled)(path, body))
+    flags = ["--max_turns", 2, "--human", server.url, "--top_p", 0.9]
+    playing(tasks[:1], *flags, "--engine", server.url, "--max_tokens", 12, "--candidates", 2,
+            "--temperature", 0.7)
+    playing(tasks[:1], *flags, "--agent", server.url, "--max_tokens", 55)
+    stop = sorted(M.stop_ids(M.find_model(tiny_dir)[1], Path(tiny_dir)))
+    (engine, human, *_), (agent,) = ([body for _, body, _ in server.seen[i:j]]
+                                     for i, j in ((0, 2), (-3, -2)))
+    assert engine.pop("prompt") and 0 <= engine.pop("seed") < 2 ** 31
+    assert engine == {
+        "model": "m", "n": 3, "max_tokens": 12, "temperature": 0.7, "top_p": 0.9, "top_k": 0,
+        "min_p": 0, "repetition_penalty": 1, "stop_token_ids": stop, "skip_special_tokens": False,
+        "logprobs": 0, "return_token_ids": True}
+    assert human.pop("messages")[0]["role"] == "user"
+    assert human == {"model": "m", "temperature": 0, "max_tokens": 1024}
+    assert agent.pop("messages") == [colbench.first_message(tasks[0]["task"], 2)]
+    assert agent == {"model": "m", "temperature": 1, "top_p": 0.9, "max_tokens": 55}
+
+
+def test_an_llm_human_reads_who_said_what_in_order(tasks, playing):
+    """The agent is the assistant, the human is "You", and the agent's instructions are left out."""
+    human = Server(lambda path, body: chat(f"reply {len(human.seen)}!"))
+    secret = {**tasks[0]["task"], "hidden_information": "the fee is {dialogue} 4"}
+    (r,), _, _ = playing([{"task": secret}], "--max_turns", 4, "--max_tokens", 5, "--human",
+                         human.url)
+    texts = [m["content"] for m in r["dialogue_history"]]
+    for n, (_, body, _) in enumerate(human.seen):
+        prompt = body["messages"][0]["content"]
+        names = itertools.cycle(["Assistant", "You"])
+        expected = "\n".join(f"{name}: {text}" for name, text in zip(names, texts[1:2 * n + 2]))
+        assert f"\n{expected}\n" in prompt and prompt.count(expected) == 1
+        assert "\nthe fee is {dialogue} 4\n" in prompt
+    assert texts[2::2] == [f"reply {n}!" for n in (1, 2, 3)]
+
+
+# --- secrets --------------------------------------------------------------------------------------
+
+@pytest.mark.parametrize("role", ["agent", "human"])
+def test_no_redirect_carries_key_or_prompt_to_another_host(role, tasks, playing, monkeypatch):
+    monkeypatch.setenv("OPENAI_API_KEY", "sesame")
+    other = Server(said)
+    gets = []
+    monkeypatch.setattr(Handler, "do_GET", lambda self: gets.append(self.server))
+
+    def moved(status):
+        def answer(handler):
+            handler.send_response(status)
+            handler.send_header("Location", f"{other.url}/chat/completions")
+            handler.send_header("Content-Length", "0")
+            handler.end_headers()
+        return lambda path, body: answer
+    for status in (301, 302, 303, 307, 308):
+        server = Server(moved(status))
+        given = {"agent": "fixed:hi", "human": "fixed:ok", role: server.url}
+        flags = [f"--{role}_params", '{"model": "m"}', "--max_turns", 2, "--retries", 1,
+                 "--timeout", TIMEOUT]
+        played, told, _ = playing(tasks[:1], *flags, "--agent", given["agent"], "--human",
+                                  given["human"])
+        assert not played and str(status) in told
+        assert len(server.seen) == 1 and not other.seen and not gets
+
+
+def test_what_may_be_a_password_in_an_address_is_sent_and_nowhere_written(tasks, playing):
+    """In records, on stderr, in errors."""
+    r, letters = random.Random(0), "abcdefgh0123456789%.-_~"
+    for _ in range(6):
+        user, password, key = ("".join(r.choices(letters[:18], k=9)) for _ in range(3))
+        server = Server(lambda path, body: chat("which rate?"))
+        address = server.url.replace("//", f"//{user}:{password}@")
+        with_key = f"{address}?key={key}"  # which does not work
+        for address, params, works in ((address, {}, True), (address, {"model": "m"}, True),
+                                       (with_key, {}, False), (with_key, {"model": "m"}, False)):
+            server.refuse = None if works else 400
+            played, told, end = playing(
+                tasks[:1], "--max_turns", 2, "--agent", address, "--human", address, "--retries",
+                0, "--agent_params", json.dumps(params), "--human_params", json.dumps(params))
+            assert bool(played) == works and bool(end) != works
+            for text in (json.dumps(played + playing.failed), told, str(end)):
+                assert not any(secret in text for secret in (user, password, key))
+            assert all(r["meta"]["human"] == server.url for r in played)
+        assert all(auth.startswith("Basic ") for _, _, auth in server.seen)
+
+
+# --- replies without an end -----------------------------------------------------------------------
+
+def trickle(handler):
+    """A byte now and then, first of the headers."""
+    for part in [b"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\n"] + 400 * [b" "]:
+        handler.wfile.write(part)
+        time.sleep(0.1)
+
+
+def stream(handler, start=b"", part=b" " * 2 ** 20, **headers):
+    """As fast as it can."""
+    handler.send_response(200)
+    for name, value in {"Content_Type": "application/json", **headers}.items():
+        handler.send_header(name.replace("_", "-"), value)
+    handler.end_headers()
+    handler.wfile.write(start)
+    while True:
+        handler.wfile.write(part)
+        handler.server.n_sent = getattr(handler.server, "n_sent", 0) + len(part)
+
+
+@functools.cache
+def bomb_data():
+    packer = zlib.compressobj(9, wbits=31)
+    return b"".join(packer.compress(b" " * 2 ** 24) for _ in range(2 ** 6)) + packer.flush()
+
+
+def bomb(handler):
+    """A reply of 1 MB that would be 1 GB."""
+    data = bomb_data()
+    handler.send_response(200)
+    for name, value in (("Content-Type", "application/json"), ("Content-Encoding", "gzip"),
+                        ("Content-Length", str(len(data)))):
+        handler.send_header(name, value)
+    handler.end_headers()
+    handler.wfile.write(data)
+
+
+@pytest.mark.parametrize("answer", [trickle, stream, bomb])
+def test_a_reply_without_an_end_fails_its_episode_soon(answer, tasks, playing):
+    """Whatever limit of one read it respects."""
+    server = Server(lambda path, body: answer)
+    bomb_data()
+    flags = ["--human", server.url, "--timeout", 3, "--retries", 0, "--max_turns", 2,
+             "--agent", "fixed:hi"]
+    start, before = time.time(), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    played, told, end = playing(tasks[:1], *flags)
+    assert not played and "1 episodes failed" in str(end) and time.time() - start < 20
+    assert getattr(server, "n_sent", 0) <= collect.MOST_BYTES + 2 ** 24  # what is under way
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 500_000  # KB
+    assert ("--timeout" in told) == (answer is trickle)
+
+
+@pytest.mark.parametrize("role", ["agent", "human"])
+def test_a_long_reply_is_shortened_before_regexes_search_it(role, tasks, playing):
+    """Texts that are hard for one or another of them."""
+    r = random.Random(0)
+    code = tasks[0]["task"]["ground_truth"]
+    hard = ["#" * 9, "Assistant: ", "\n", " ", "*_[", "\n\n ", code[:20], "d", "```", ANSWER]
+    for text in [*hard, *("".join(r.sample(hard, 3)) for _ in range(3))]:
+        long = ("x" + text * (2 * 10 ** 6 // len(text)))[:2 * 10 ** 6]
+        server = Server(lambda path, body: chat(long))
+        start = time.time()
+        flags = {"agent": "fixed:hi", "human": "fixed:ok", role: server.url}
+        playing(tasks[:1], "--max_turns", 2, "--agent", flags["agent"], "--human", flags["human"])
+        assert time.time() - start < 10, text
 
 
 # --- a server that is not as it should be ---------------------------------------------------------
 
-def endpoint(server, retries=8):
-    args = collect.get_args(["--engine", server.url, "--timeout", str(TIMEOUT), "--retries",
-                             str(retries)])
-    return collect.Endpoint(server.url, args, {})
+def client(server, role="human", retries=8, **body):
+    args = SimpleNamespace(timeout=TIMEOUT, retries=retries)
+    return collect.Server(args, role, server.url, {"model": "m", **body})
 
 
-def test_the_engine_does_not_get_the_humans_key(monkeypatch):
-    monkeypatch.setenv("OPENAI_API_KEY", "sesame")
-    args = collect.get_args(["--engine", "http://127.0.0.1:9/v1"])
-    assert collect.VllmEngine(args, {1}).client.api_key == "none"
+def hear(one, reply_chars=400):
+    """What an LLM human says to a message of the agent."""
+    task = {"problem_description": "write f", "ground_truth": "def f(): return 1"}
+    return asyncio.run(collect.llm_reply(one, task, dialogue("write f", "which rate?")))
 
 
-async def chat_with(one):
-    return await one.request("/chat/completions", collect.reply_text,
-                             messages=[{"role": "user", "content": "x"}])
-
-
-def test_an_error_of_a_server_is_the_episodes_if_it_has_answered_others(monkeypatch):
-    """A refused request is not made again."""
-    monkeypatch.setenv("OPENAI_API_KEY", "sesame")
+@pytest.mark.parametrize("keys, want", [
+    (("a", "o", "v"), ("a", "o", "v")), ((None, "o", None), ("o", "o", "none")),
+    (("", "o", ""), ("o", "o", "none")), (("a", None, None), ("a", "none", "none"))])
+def test_each_role_gets_only_its_own_key(keys, want, monkeypatch):
+    for name, key in zip(("AGENT_API_KEY", "OPENAI_API_KEY", "VLLM_API_KEY"), keys):
+        monkeypatch.delenv(name, raising=False)
+        if key is not None:
+            monkeypatch.setenv(name, key)
     server = Server(said)
-
-    async def expect(error, status, one):
-        server.refuse = status
-        with pytest.raises(error, match=f"{server.url}: .*{status}"):
-            await chat_with(one)
-
-    async def all_of():
-        new, old = endpoint(server), endpoint(server, retries=0)
-        await expect(OSError, 400, new)
-        assert [key for _, _, key in server.seen] == ["Bearer sesame"]
-        server.refuse = None
-        await chat_with(old)
-        await expect(collect.EpisodeError, 400, old)
-        await expect(OSError, 503, old)
-    asyncio.run(all_of())
+    for role in ("agent", "human", "engine"):
+        hear(client(server, role))
+    assert [key for _, _, key in server.seen] == [f"Bearer {key}" for key in want]
 
 
-LENGTHS = "length", "max_tokens"
-WHICH = ("serves a, b, not None; choose one by --human_params or --agent_params, or for --engine by "
-         "--model")
-LONGER = """truncated: allow more tokens, such as by --human_params '{"max_tokens": 4000}'"""
+def test_a_refused_request_is_not_made_again_and_others_are():
+    server = Server(said, refuse=400)
+    with pytest.raises(OSError, match=f"{server.url}: .*400"):
+        hear(client(server))
+    assert len(server.seen) == 1
+    server.refuse = 503
+    with pytest.raises(OSError, match=f"{server.url}: .*503"):
+        hear(client(server, retries=2))
+    assert len(server.seen) == 4
 
 
-EMPTY = "the reply is empty or incomplete, finish_reason "
+EMPTY = "the reply is empty or incomplete: "
+SHORT = "the reply is truncated: start a new file with other --human_params"
 
 
 @pytest.mark.parametrize("reply, why", [
     (chat("<think>4?</think> it is 4"), None),
     (chat("it says 5.\n</think>\n\nit is 4"), None),  # the server's prompt has opened the thought
-    *((chat("it is 4", why), None) for why in (None, "eos_token", "eos", "end_turn", "COMPLETE")),
-    *((chat("it is 4 and", why), LONGER) for why in LENGTHS), (chat("", "length"), LONGER),
-    *((chat("it is 4 and", why), EMPTY + why) for why in ("content_filter", "tool_calls", "error")),
-    (chat("<think>no end", "end_turn"), EMPTY + "end_turn"), (chat(None, "stop"), EMPTY + "stop")])
+    *((chat("it is 4", why), None) for why in (None, "eos_token", "end_turn", "COMPLETE")),
+    *((chat("it is 4 and", why), SHORT) for why in ("length", "max_tokens")),
+    *((chat(text, why), EMPTY + str(why)) for text, why in (
+        ("it is 4 and", "content_filter"), ("it is 4 and", "error"), (None, "tool_calls"),
+        ("<think>no end", "end_turn"), (None, "stop"), ("", "length")))])
 def test_a_humans_reply_is_whole_and_without_thoughts(reply, why):
-    """Tokens are spoken of only if they are the reason."""
+    one = client(Server(lambda *_: reply))
     if why:
-        with pytest.raises(ValueError, match=re.escape(why)) as raised:
-            collect.reply_text(reply)
-        assert ("max_tokens" in str(raised.value)) == (why == LONGER)
+        with pytest.raises(ValueError, match=re.escape(why)):
+            hear(one)
     else:
-        assert collect.reply_text(reply) == "it is 4"
+        assert hear(one) == "it is 4"
 
 
-@pytest.mark.parametrize("reply, models, path, params, why", [
-    (said, ["m"], "", {}, "does not list its models (is the server running, does its address end in /v1, "),
-    (said, ["a", "b"], "/v1", {}, WHICH),
-    (said, ["a", "b"], "/v1", {"model": "b"}, None),
-    (lambda *_: chat("<think>no end", "length"), ["m"], "/v1", {}, LONGER)])
-def test_a_line_says_what_to_do_about_an_odd_server(reply, models, path, params, why, tiny_dir,
-                                                    tasks):
-    server = Server(reply)
-    server.models = models
-    flags = ["--human", server.url.removesuffix("/v1") + path, "--retries", "0"]
-    args = collect.get_args(["--model", tiny_dir, *flags, "--human_params", json.dumps(params)])
-
-    async def hear():
-        runner = await collect.EpisodeRunner(args).load()
-        return await runner.human_reply(tasks[0]["task"], dialogue("write f", "which rate?"))
-    if why:
-        with pytest.raises((OSError, SystemExit), match=re.escape(why)):
-            asyncio.run(hear())
-    else:
-        assert asyncio.run(hear()).startswith("it is ")
-        assert server.seen[-1][1]["model"] == models[-1]
+@pytest.mark.parametrize("kind", ["backend", "frontend"])
+def test_a_truncated_reply_is_whole_if_the_agent_reads_no_more_of_it(kind, monkeypatch):
+    """Because it is long, or because the human has continued for the agent."""
+    limit = colbench.ENVIRONMENTS[kind].reply_chars
+    task = {"kind": kind, "problem_description": "p", "ground_truth": "g", "hidden_information": ""}
+    monkeypatch.setattr(collect, "renderer", lambda: SimpleNamespace(render_pair=lambda *_: []))
+    r = random.Random(0)
+    for n in [limit - 1, limit, *(r.randrange(2 * limit) for _ in range(20))]:
+        more = r.choice(["", "", "\nAssistant: and the", "\n\n**Assistant:** ok\nYou: so"])
+        text = "You: " + "x" * n + more
+        reply = collect.llm_reply(client(Server(lambda *_: chat(text, "length"))), task,
+                                  dialogue("p", "<html>"))
+        if n >= limit or n and more:
+            assert asyncio.run(reply) == "x" * n
+        else:
+            with pytest.raises(ValueError, match=SHORT if n else "truncated"):
+                asyncio.run(reply)
 
 
-def test_a_file_is_resumed_with_the_humans_model(tiny_dir):
+def test_the_model_is_asked_for_or_given_or_an_error_says_how(tasks, playing):
+    server = Server(lambda path, body: chat(f"I am {body['model']}"))
+    flags = ["--agent", server.url, "--max_turns", 1, "--retries", 0]
+    for models, params, why in (
+            (["a"], {}, None), (["a", "b"], {"model": "b"}, None), ([], {"model": "b"}, None),
+            (["a", "b"], {}, f"{server.url} serves a, b, not None; choose one by --human_params"),
+            ([], {}, f"{server.url} serves , not None; ")):
+        server.models = models
+        played, told, end = playing(tasks[:1], *flags, "--agent_params", json.dumps(params))
+        assert why in str(end) if why else end is None
+        for r in played:
+            name = params.get("model", "a")
+            assert r["meta"]["agent_model"] == name
+            assert colbench.agent_messages(r)[0]["content"] == f"I am {name}"
+
+
+def test_a_server_without_a_list_of_models_is_an_error(monkeypatch):
     server = Server(said)
-    args = collect.get_args(["--model", tiny_dir, "--human", server.url])
-    old = asyncio.run(collect.EpisodeRunner(args).load()).meta
-    new = collect.EpisodeRunner(args)
-    new.resumed = [colbench.settings(old)]
-    asyncio.run(new.load())
+    for status, text in ((401, "no"), (404, "no"), (200, "{}"), (200, "<html>")):
+        monkeypatch.setattr(Handler, "do_GET", lambda self: self.send(text, status))
+        with pytest.raises(SystemExit, match=f"{server.url}/models has no list of models"):
+            asyncio.run(client(server, retries=0).find_model())
+    server.server_close()
+    server.shutdown()
+    with pytest.raises(SystemExit, match="no list of models .*: Connection error"):
+        asyncio.run(client(server, retries=0).find_model())
+
+
+def test_the_models_that_answered_are_counted(tasks, playing):
+    r = random.Random(0)
+
+    def reply(path, body):
+        with server.lock:
+            server.answered.append(r.choice("abc"))
+            return {**chat("which rate?"), "model": server.answered[-1]}
+    server = Server(reply)
+    server.answered = []
+    _, told, _ = playing(tasks, "-k", 3, "--agent", server.url, "--max_turns", 2)
+    last = told.splitlines()[-1]
+    assert last.startswith(f"agent: {len(server.answered)} requests, ")
+    for name in "abc":
+        assert f", {server.answered.count(name)} replies by {name}" in last
+
+
+def test_a_file_is_resumed_with_the_humans_model(tasks, tmp_path, playing):
+    server, file = Server(said), tmp_path / "all.jsonl"
+    flags = [*PLAY, "--human", server.url]
+    played, _, _ = playing(tasks[:1], *flags)
+    file.write_text("".join(json.dumps(r) + "\n" for r in played))
+    assert playing(tasks[:1], *flags, "--resume", file)[2] is None
     server.models = ["n"]
-    with pytest.raises(SystemExit, match="holds episodes with human_model m, not n; "):
-        asyncio.run(new.load())
+    _, _, end = playing(tasks, *flags, "--resume", file)
+    assert "holds episodes with human_model m, not n; " in str(end)
 
 
 @pytest.mark.parametrize("reply", [
     {"error": {"message": "no luck", "code": 429}}, {"error": "no luck", "choices": None},
     {"choices": [{**chat("it is 4 and", "error")["choices"][0], "error": {"message": "x"}}]}])
 def test_an_error_in_a_200_is_no_reply(reply):
-    with pytest.raises(OSError, match="not that of an OpenAI-compatible server|finish_reason error"):
-        asyncio.run(chat_with(endpoint(Server(lambda *_: reply), retries=0)))
-
-
-@pytest.mark.parametrize("status", [None, 401, 404, 500])
-def test_a_server_without_a_list_of_models_is_an_error_with_advice(status, monkeypatch):
-    server = Server(said)
-    monkeypatch.setattr(Handler, "do_GET", lambda self: self.send('{"error": "no"}', status))
-    if not status:
-        server.server_close()
-        server.shutdown()
-    advice = "is the server running, does its address end in /v1, is the key in OPENAI_API_KEY right"
-    with pytest.raises(SystemExit, match=re.escape(f"models ({advice}?)")) as end:
-        asyncio.run(endpoint(server).find_served_model())
-    assert str(status) in str(end.value) or "connect" in str(end.value).lower()
+    with pytest.raises((LookupError, TypeError, ValueError)):
+        hear(client(Server(lambda *_: reply), retries=0))
 
 
 # --- the judge ------------------------------------------------------------------------------------

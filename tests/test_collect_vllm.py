@@ -109,7 +109,7 @@ def test_it_plays_agent_and_human_at_once(served, tiny_dir):
         assert r["dialogue_history"][0] == colbench.first_message(r["task"], 3)
         assert [m["completion_tokens"] for m in messages if m["cut"]] == [12] * len(messages)
     asked, prompts, sampled = map(int, re.search(
-        r"\nagent: (\d+) requests, (\d+) prompt tokens, (\d+) completion tokens\n",
+        r"\nagent: (\d+) requests, (\d+) prompt tokens, (\d+) completion tokens, ",
         stderr).groups())
     assert asked >= 3 * len(played) and prompts > 9 * asked and sampled == 12 * asked
 

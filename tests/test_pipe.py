@@ -165,7 +165,7 @@ COMPLAINTS = [  # command, its stdin, a part of the line that says what is wrong
     ("train_critic.py --model MODEL", ONCE, "no task has a pair"),
     ("train_critic.py --out x --model MODEL", SILENT, "line 1: dialogue_history has no message"),
     ("train_policy.py --model MODEL --loss mtdpo", ONCE, "nothing to train on"),
-    ("collect.py --model no/such", "", "no model at 'no/such'"),
+    ("collect.py --model no/such --human fixed:no", BARE, "no model at 'no/such'"),
     ("collect.py --model MODEL", " \n", "stdin is empty"),
     ("collect.py --model MODEL", ONCE, "already has a dialogue"),
     ("collect.py --model MODEL --candidates 2", ONCE, "task a was sampled with --thinking 1"),
@@ -176,9 +176,10 @@ COMPLAINTS = [  # command, its stdin, a part of the line that says what is wrong
     ("collect.py --model MODEL --human fixed:no", "{\n", "stdin, line 1: not JSON"),
     ("collect.py --model MODEL --human fixed:no", BARE, "the weights in"),
     ("collect.py --best_of 2", "", "--critic"),
-    ("collect.py --temperature nan", "", "nan is not in"),
+    *((f"collect.py {flags}", "", "must be") for flags in (
+        "--temperature nan", "--temperature -1", "--top_p 0", "--max_turns 0")),
     ("collect.py --temperature 0 --candidates 2", "", "--temperature 0 makes all --candidates"),
-    ("collect.py --human_params [1", "", "--human_params is not a JSON object")]
+    ("collect.py --human_params [1", "", "--human_params: invalid")]
 
 
 @pytest.fixture(scope="module")

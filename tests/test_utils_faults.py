@@ -132,7 +132,8 @@ EDITS = {  # {function: (command, file, what the edit changes, to what)}
     "dpo_loss": (POLICY, "train_policy.py", "margin = args.beta", "margin = args.betta"),
     "save": (POLICY, "model.py", "weights = {name: state[name]", "weights = {name: states[name]"),
     "sample_turn": (["collect.py", "--model", "MODEL", "--human", "fixed:ok", "--max_tokens", 5],
-                    "collect.py", "finite = all(x is not None", "finite = alll(x is not None"),
+                    "collect.py", "candidates = actions[n_actions:]",
+                    "candidates = actions[n_action:]"),
     "grade": (["colbench.py", "grade"], "colbench.py", "tests, answer = list(task[",
               "tests, answer = list(task.test_cases, [")}
 

@@ -34,7 +34,8 @@ URL = os.environ.get("JUDGE")
 if not URL:
     raise SystemExit("error: set JUDGE=http://host:port/v1")
 CLIENT = openai.AsyncOpenAI(base_url=URL, max_retries=8,
-                            api_key=os.environ.get("OPENAI_API_KEY", "none"))
+                            api_key=os.environ.get("OPENAI_API_KEY", "none"),
+                            http_client=openai.DefaultAsyncHttpxClient(follow_redirects=False))
 
 
 @functools.cache
