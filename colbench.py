@@ -58,7 +58,7 @@ import types
 import urllib.parse
 from hashlib import sha256
 
-from utils import (digest, fail, open_stdout, parser, private_copy, read_jsonl, run, say)
+from utils import (cpus, digest, fail, open_stdout, parser, private_copy, read_jsonl, run, say)
 
 
 ANSWER = "I WANT TO ANSWER:"   # marks the final answer, which follows it
@@ -405,6 +405,7 @@ RECORD = {                 # an episode: its key is (task id, sample)
     "tests": {...: str},   # {name: verdict}
     "failure": str,        # why a page could not be rendered
     "reward_by": str,      # the rules or the model of the grader
+    "value": float,        # by which the critic ranks episodes: the sum of advantages (eq. 2)
     "failed": str,         # why there is no episode: the record has only its task, sample and meta
     "pair": str,           # preferences: only records with the same text are compared
     "meta": {              # how it was sampled
@@ -1464,15 +1465,6 @@ def clip_likeness(path):
 
 
 # --- command line ---------------------------------------------------------------------------------
-
-def cpus():
-    """Returns how many CPUs this process may use, by its affinity and its container's quota."""
-    count = len(os.sched_getaffinity(0))
-    with contextlib.suppress(OSError, ValueError):  # it may be "max"
-        limit, period = pathlib.Path("/sys/fs/cgroup/cpu.max").read_text().split()
-        count = min(count, math.ceil(int(limit) / int(period)))
-    return count
-
 
 def get_args(argv=None):
     p = parser(__doc__, usage=None)

@@ -2,7 +2,7 @@
 
 A `Turn` is what the agent read, its prompt, and what it wrote, its action. Both are strings with
 one character per token, chr(id), because strings sort, slice, compare and hash fast, and take 2 or
-4 bytes per token. Every loss and score is a function of `action_logps(model, turns)`.
+4 bytes per token. Every loss and score is a function of the log-probs that `forward` returns.
 
 Letters in shapes: T tokens of a tree, A tokens of all its actions, S the same but with shared
 tokens counted once, L tokens of one action, K keys of all runs, H query heads, D head size, V
@@ -14,8 +14,8 @@ The sections of this file, first the method:
     turns to pairs           which trajectories of a task are compared; held-out tasks
     the tree of turns        the tokens of many turns, each shared prefix once
     attention over runs      the attention that transformers' layers call
-    log-probs of turns       one forward over a tree; action_logps over many trees and ranks
-    batches and updates      the order of training, and one step of the optimizer
+    log-probs of turns       one forward over a tree; forward and backward over many, on all ranks
+    batches                  the order of training, means over a batch, the clipped gradient
 
 A reader of the method may skip the rest:
 
@@ -56,8 +56,8 @@ from transformers import (AttentionInterface, AutoConfig, AutoModelForCausalLM, 
                           GenerationConfig)
 from transformers.utils import logging
 
-from colbench import (HIDDEN, agent_messages, first_message, hidden_information, read_records,
-                      task_id, with_hidden)
+from colbench import (HIDDEN, agent_messages, first_message, hidden_information, read_action,
+                      read_records, task_id, with_hidden)
 from utils import (RANK, WORLD, add_warning, barrier, digest, drop_checkpoints, fail,
                    fail_on_error, print_warnings, progress, rng, say, sum_over_ranks, writing)
 
@@ -100,8 +100,15 @@ class Trajectory(NamedTuple):
     actions: list  # [[Action]]: for each message of the agent, it and its candidates
 
     def turns(self):
-        """Returns the turns of the agent's messages, in order."""
-        return tuple(message.turn for message, *_ in self.actions)
+        """Returns the turns of the agent's messages, in order.
+
+        Those that --max_tokens has truncated are left out, because they have no end token.
+        """
+        return tuple(message.turn for message, *_ in self.actions if not message.fields.get("cut"))
+
+    def is_complete(self):
+        """Returns whether it can be trained on: it has turns, none of which is too long."""
+        return bool(self.turns()) and None not in self.turns()
 
     def sort_key(self):
         """Returns a key to sort by, so that pairs do not depend on which episode ended first."""
@@ -193,14 +200,13 @@ class Pair(NamedTuple):
     """A training example: two trajectories of a task, or two candidates of a turn."""
     chosen: tuple         # all turns of the better trajectory, or the better candidate's one turn
     rejected: tuple = ()  # likewise of the worse one; empty for --loss rft
-    gap: float = 0.0      # difference of rewards or of candidates' scores; read by edits
 
 
 def by_task(trajectories):
-    """Returns {(task id, pair): [Trajectory]}, sorted, without those with too long a turn."""
+    """Returns {(task id, pair): [Trajectory]} of the complete ones, sorted."""
     groups = {}  # `pair` keeps converted preference pairs apart; it is None for episodes
     for t in sorted(trajectories, key=Trajectory.sort_key):
-        if None not in t.turns():
+        if t.is_complete():
             groups.setdefault((t.task, t.record.get("pair")), []).append(t)
     return groups
 
@@ -227,16 +233,16 @@ def pairs_of(group, min_gap):
     min_gap None: the first solved one with every unsolved one; else any two whose rewards differ by
     at least min_gap.
     """
-    rated = [(t.turns(), t.record["reward"]) for t in group]
     if min_gap is None:
-        solved = [(turns, reward) for turns, reward in rated if reward >= 1]
-        unsolved = [(turns, reward) for turns, reward in rated if reward < 1]
+        solved = [t for t in group if t.record["reward"] >= 1]
+        unsolved = [t for t in group if t.record["reward"] < 1]
         compared = product(solved[:1], unsolved)
     else:
-        compared = [(a, b) for a, b in product(rated, rated)
-                    if a[1] > b[1] and a[1] - b[1] > min_gap - 1e-9]
-    return [Pair(chosen, rejected, gap=high - low)
-            for (chosen, high), (rejected, low) in compared if chosen != rejected]
+        compared = [(a, b) for a, b in product(group, group)
+                    if a.record["reward"] > b.record["reward"]
+                    and a.record["reward"] - b.record["reward"] > min_gap - 1e-9]
+    pairs = [Pair(better.turns(), worse.turns()) for better, worse in compared]
+    return [pair for pair in pairs if pair.chosen != pair.rejected]
 
 
 def hold_out(tasks, share, seed):
@@ -264,6 +270,18 @@ def sorted_with_prefix_lengths(turns):
         previous = seq
 
 
+def walk(turns):
+    """Yields (turn, its tokens, length of the shared prefix, path) for sorted turns.
+
+    path: the indices of the turn's tokens in a tree, which number the new ones consecutively.
+    """
+    path, n = array("q"), 0
+    for turn, seq, shared in sorted_with_prefix_lengths(turns):
+        path = path[:shared] + array("q", range(n, n + len(seq) - shared))
+        n += len(seq) - shared
+        yield turn, seq, shared, path
+
+
 class Tree:
     """The prefix tree of turns with non-empty prompts and actions, in depth-first order.
 
@@ -283,20 +301,17 @@ class Tree:
 
     def __init__(self, turns, device="cpu"):
         ids, pos, parent = [], [], []
-        runs = []  # [(start, end, path)]; the flat indices of the run are range(start, end)
+        runs = []  # [(number of queries, path)]
         action_of = {}  # {turn: flat indices of its action}
-        path = array("q")  # flat indices of the current turn's tokens
-        for turn, seq, shared in sorted_with_prefix_lengths(turns):
-            new = range(len(ids), len(ids) + len(seq) - shared)
-            path = path[:shared] + array("q", new)
+        for turn, seq, shared, path in walk(turns):
             ids += map(ord, seq[shared:])
             pos += range(shared, len(seq))
             parent += (array("q", [-1]) + path)[shared:-1]  # the token before each, on its path
-            start = new.start
-            if runs and shared == len(runs[-1][2]):  # the turn extends the last run
-                start, _, _ = runs.pop()
-            runs.append((start, new.stop, path))
-            action_of[turn] = torch.frombuffer(path, dtype=torch.long)[len(turn.prompt):]
+            queries = len(seq) - shared
+            if runs and shared == len(runs[-1][1]):  # the turn extends the last run
+                queries += runs.pop()[0]
+            runs.append((queries, path))
+            action_of[turn] = torch.tensor(path)[len(turn.prompt):]
         scored, index = torch.cat([action_of[turn] for turn in turns]).unique(return_inverse=True)
 
         tensor = functools.partial(torch.as_tensor, dtype=torch.long, device=device)
@@ -305,10 +320,9 @@ class Tree:
         self.parent = tensor(parent)  # (T,) flat index of the previous token, -1 for the first
         self.scored = tensor(scored)  # (S,) unique flat indices of all actions' tokens
         self.index = tensor(index)    # (A,) scored[index] are the actions' tokens, in turn order
-        self.q = [end - start for start, end, _ in runs]  # number of queries of each run; sum: T
-        self.kv = [len(path) for _, _, path in runs]      # number of keys, its path's; sum: K
-        paths = [torch.frombuffer(path, dtype=torch.long) for _, _, path in runs]
-        self.paths = torch.cat(paths).to(device)          # (K,) flat indices of all runs' paths
+        self.q = [queries for queries, _ in runs]     # number of queries of each run; sum: T
+        self.kv = [len(path) for _, path in runs]     # number of keys, its path's; sum: K
+        self.paths = torch.cat([tensor(path) for _, path in runs])  # (K,) flat indices of the keys
         self.cu_q, self.cu_kv = (  # (runs + 1,) cumulative lengths, as FlashAttention takes them
             torch.tensor([0, *accumulate(lengths)], dtype=torch.int32, device=device)
             for lengths in (self.q, self.kv))
@@ -319,25 +333,6 @@ class Tree:
 def upcast(x):
     """Casts to fp32; leaves fp64 alone."""
     return x.to(torch.promote_types(x.dtype, torch.float32))
-
-
-class GatherRows(torch.autograd.Function):
-    """Computes x[rows] for x (T, heads, D) and rows (K,), with the gradient accumulated in fp32.
-
-    In bf16 the gradient of a prefix that 100 branches share would be off by 1 %.
-    """
-
-    @staticmethod
-    def forward(ctx, x, rows):
-        ctx.save_for_backward(rows)
-        ctx.shape = x.shape
-        return x.index_select(0, rows)  # (K, heads, D)
-
-    @staticmethod
-    def backward(ctx, gradient):
-        total = upcast(gradient.new_zeros(ctx.shape))  # (T, heads, D)
-        total.index_add_(0, *ctx.saved_tensors, upcast(gradient))
-        return total.to(gradient.dtype), None
 
 
 def tree_attention(module, query, key, value, attention_mask, scaling=None, tree=None,
@@ -354,7 +349,7 @@ def tree_attention(module, query, key, value, attention_mask, scaling=None, tree
         raise ValueError("it needs a tree, and supports no mask, attention sinks or softcap")
     window = sliding_window - 1 if sliding_window else -1  # number of earlier keys; -1: all
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))  # (T, heads, D)
-    k, v = (GatherRows.apply(x, tree.paths) for x in (k, v))  # (K, heads, D)
+    k, v = k[tree.paths], v[tree.paths]  # (K, heads, D)
     kernel = flash_kernel if flash_supports(q, v) else sdpa_kernel
     return kernel(q, k, v, tree, scaling, window)[None], None  # (1, T, H, D), no weights
 
@@ -430,10 +425,7 @@ class TreeLM(torch.nn.Module):
         self.device = torch.device(device or lm.device)
         self.dtype = lm.dtype
         self.config = lm.config.get_text_config()
-        self.tokens = 0  # number of tokens computed so far
         self.head_logps = head_logps  # shard() may compile it
-        self.for_backward = []  # what action_logps leaves for backward()
-        self.extra = {}  # {name: tensor}: more state to keep in checkpoints, for edits
 
     @property
     def supports_trees(self):
@@ -464,57 +456,59 @@ class TreeLM(torch.nn.Module):
         return torch.cat(logps)[tree.index]  # actions may share tokens
 
 
-def action_logps(model, turns, tree_tokens=math.inf, label=None):
-    """Returns {turn: (L,) log-probs of its action given its prompt}, on the CPU, in fp32 or fp64.
+def forward(model, turns, tree_tokens=math.inf, label=None):
+    """Returns ({turn: (L,) log-probs of its action given its prompt}, trees), for backward().
 
-    All ranks must call this with the same turns. Each computes a share of them, and gets the
-    others' values. tree_tokens: see partition. label: of a progress bar.
-    The gradient of a loss ends at these log-probs; from there backward() takes it to the weights.
+    All ranks must call this with the same turns. Each computes a share of the trees, and gets the
+    log-probs of the others. They are on the CPU, in fp32 or fp64, and the gradient of a loss ends
+    there. trees: this rank's [(Tree, its (A,) log-probs, the same as the loss gets them)]; of
+    several no graph is kept, so that only one tree's activations are in memory.
+    tree_tokens: see partition. label: of a progress bar.
     """
+    training = torch.is_grad_enabled()
     parts = partition(turns, tree_tokens if model.supports_trees else 0)
     n_trees = len(parts) // WORLD  # the same number on each rank, as all join every collective
     mine = range(RANK * n_trees, (RANK + 1) * n_trees)  # indices of this rank's parts
     lengths = [[len(turn.action) for turn in part] for part in parts]
     by_part = [torch.zeros(sum(part)) for part in lengths]  # 0 for other ranks
-    trains, trees = torch.is_grad_enabled(), []  # [(this rank's tree, its log-probs)]
+    computed = []
     for n in progress(label, mine) if label else mine:
         tree = Tree(parts[n], model.device)
-        model.tokens += len(tree.ids)
-        with torch.set_grad_enabled(trains and n_trees == 1):
+        with torch.set_grad_enabled(training and n_trees == 1):
             logps = model(tree)
         by_part[n] = logps.detach().cpu()
-        if trains:
-            trees.append((tree, logps))
-    flat = torch.cat(by_part)  # (A,) of all parts
+        if training:
+            computed.append((tree, logps))
+    flat = torch.cat(by_part)
     if WORLD > 1:
         dist.all_reduce(flat)
-    if trains:
-        model.for_backward.append((trees, flat.requires_grad_(), [*map(len, by_part)]))
-    logps = dict(zip(chain(*parts), flat.split([*chain(*lengths)])))  # drops the copies
-    return {turn: logps[turn] for turn in turns}
+    by_part = [x.requires_grad_(training) for x in flat.split([*map(sum, lengths)])]
+    logps = {}  # of parts that are there twice, the last counts
+    for part, x, sizes in zip(parts, by_part, lengths):
+        logps.update(zip(part, x.split(sizes)))
+    trees = [(*pair, by_part[n]) for pair, n in zip(computed, mine)]
+    return {turn: logps[turn] for turn in turns}, trees
 
 
-def backward(model, loss):
-    """Adds the gradient of a loss of action_logps to that of the weights.
+def backward(model, trees):
+    """Adds to the weights' gradient what loss.backward() has left at the log-probs of forward().
 
-    A rank's only tree has kept its activations. Each of several is computed once more, so that only
-    one tree's are in memory. Each rank adds the gradient of its own trees, and FSDP sums them.
+    Each of several trees is computed once more. Each rank adds the gradient of its own trees, and
+    FSDP sums them.
     """
-    loss.backward()  # as far as the log-probs
-    while model.for_backward:
-        trees, flat, sizes = model.for_backward.pop()
-        for (tree, logps), gradient in zip(trees, flat.grad.split(sizes)[RANK * len(trees):]):
-            if len(trees) > 1:
-                logps = model(tree)
-            logps.backward(gradient.to(logps.device))
+    for tree, logps, leaf in trees:
+        if len(trees) > 1:
+            logps = model(tree)
+        gradient = torch.zeros_like(leaf) if leaf.grad is None else leaf.grad  # None: a copy's
+        logps.backward(gradient.to(logps.device))
 
 
 @torch.no_grad()
 def score(model, turns, tree_tokens, label=None):
-    """Returns action_logps without gradient."""
+    """Returns {turn: (L,) log-probs} without gradient, see forward."""
     if not turns:
         return {}
-    logps = action_logps(model, turns, tree_tokens, label)
+    logps, _ = forward(model, turns, tree_tokens, label)
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()  # else an optimizer created next would get the gathered weights
@@ -527,7 +521,7 @@ def reference_logps(model, ref_turn_of, tree_tokens):
     return {turn: logps[ref_turn] for turn, ref_turn in ref_turn_of.items()}
 
 
-# --- batches and updates --------------------------------------------------------------------------
+# --- batches --------------------------------------------------------------------------------------
 
 def turns_in(pairs):
     """Returns the unique turns of some pairs, sorted."""
@@ -535,45 +529,61 @@ def turns_in(pairs):
 
 
 def all_batches(groups, batch_size, epochs, seed):
-    """Returns all batches of a run. Each epoch shuffles the groups; a group's pairs stay adjacent.
+    """Returns all batches of a run, [[Pair]]. groups: [(task id, [Pair])].
 
-    A batch may begin or end within a group.
+    Each epoch shuffles the groups; a group's pairs stay adjacent. A batch may begin or end within a
+    group.
     """
+    assert batch_size > 0 and epochs > 0  # else a run would save its base as if it were trained
     batches = []
     for epoch in range(epochs):
         order = list(groups)
         rng("order", seed, epoch).shuffle(order)
-        pairs = [pair for group in order for pair in group]
+        pairs = [pair for _, group in order for pair in group]
         batches += [pairs[i:i + batch_size] for i in range(0, len(pairs), batch_size)]
     return batches
 
 
-def mean_loss(losses):
-    """Returns (mean loss, {"accuracy": ..., "margin": ...}) of the (loss, margin) of each pair."""
-    losses, margins = zip(*losses)
-    margins = torch.stack(margins)  # (B,)
-    # the share of positive margins; one that rounds to 0 counts half
-    accuracy = ((margins.round(decimals=5).sign() + 1) / 2).double().mean().item()
-    return sum(losses) / len(losses), {"accuracy": accuracy, "margin": margins.mean().item()}
+def numbers_of(groups, held_out, batches):
+    """Prints and returns the numbers of pairs and steps, for the first row of a run's metrics."""
+    pairs = [pair for _, group in groups for pair in group]
+    unit = "pairs" if any(pair.rejected for pair in pairs) else "trajectories"
+    say(f"{len(pairs)} {unit}, {len(batches)} steps")
+    return {"steps": len(batches), "pairs": len(pairs), "held_out_pairs": len(held_out)}
 
 
-def update(model, optimizer, step, loss, lr):
-    """Updates the weights by a step's loss, and returns the gradient's norm before clipping to 1.
+def ordered(differences):
+    """Returns (B,): 1 where the chosen side's value is the larger, else 0, and 1/2 for a tie.
 
-    Exits, with the weights as they were, if the loss or the norm is NaN or infinite.
+    differences: (B,) chosen less rejected values, in which rounding makes a tie's sign arbitrary.
     """
-    backward(model, loss)
+    return (differences.round(decimals=4).sign() + 1) / 2
+
+
+def mean_loss(beta, losses):
+    """Returns (mean loss, {"accuracy": ..., "margin": ...}) of [(loss, difference)] of pairs.
+
+    A difference is that of the two sides' values, and beta times it the margin.
+    """
+    losses, differences = zip(*losses)
+    differences = torch.stack(differences)  # (B,)
+    return sum(losses) / len(losses), {
+        "accuracy": ordered(differences).double().mean().item(),
+        "margin": (beta * differences).mean().item()}
+
+
+def clip_gradient(model):
+    """Clips the gradient to a norm of 1, and returns the norm before."""
     norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-    norm = (norm.full_tensor() if hasattr(norm, "full_tensor") else norm).item()  # if sharded
-    for name, value in ("loss", loss.item()), ("grad_norm", norm):
+    return (norm.full_tensor() if hasattr(norm, "full_tensor") else norm).item()  # if sharded
+
+
+def check_finite(step, **values):
+    """Exits, before the weights are updated, if a value of a step is NaN or infinite."""
+    for name, value in values.items():
         if not math.isfinite(value):
             fail(f"step {step}: the {name} is {value}; the weights were not updated. "
                  "Try a lower --lr or --beta, or --dtype fp32")
-    for group in optimizer.param_groups:
-        group["lr"] = lr
-    optimizer.step()
-    optimizer.zero_grad()
-    return norm
 
 
 # --- each rank's share ----------------------------------------------------------------------------
@@ -717,7 +727,6 @@ def model_facts(args, device):
 
 # --- model files ----------------------------------------------------------------------------------
 
-CONFIGS = "config.json", "generation_config.json"
 MODEL_FILES = ["*.json", "*.jinja", "*.model", "*.txt", "additional_chat_templates/*.jinja"]
 
 
@@ -749,19 +758,6 @@ def weights_digest(folder):
 def base_digest(path):
     """Returns weights_digest of --model, which is a folder or hub name."""
     return weights_digest(find_model(path, weights=True)[0])
-
-
-def read_json(path):
-    """Returns the object in a JSON file, {} if there is no such file."""
-    return json.loads(Path(path).read_bytes()) if os.path.exists(path) else {}
-
-
-def eos_ids(path):
-    """Returns the list of EOS ids in a config.json or generation_config.json."""
-    eos = read_json(path).get("eos_token_id")
-    if eos is None:
-        return []
-    return eos if isinstance(eos, list) else [eos]
 
 
 # --- proofs ---------------------------------------------------------------------------------------
@@ -819,11 +815,12 @@ def logps_and_leak(model, turns):
     embeddings = model.lm.get_input_embeddings()
     with embeddings.register_forward_hook(lambda module, args, out: embedded.append(out)):
         logps = model(tree)
-    probe = -2  # the last action's second to last token, so that the last is off its path
-    gradient = torch.autograd.grad(logps[probe], embedded)[0].flatten(0, -2)  # (T, width)
+    gradient = torch.autograd.grad(logps[-2], embedded)[0].flatten(0, -2)  # (T, width)
     norms = gradient.float().norm(dim=-1)  # (T,)
+    # the last path ends with the last turn's action; its last two tokens must not be seen, either
+    last_path = tree.paths[-tree.kv[-1]:]
     off_path = norms.clone()
-    off_path[tree.paths[-tree.kv[-1]:probe]] = 0  # the last run ends with the last turn's action
+    off_path[last_path[:-2]] = 0
     return logps.detach(), (off_path.max() / norms.max()).item()
 
 
@@ -861,47 +858,55 @@ def render(tokenizer, messages, thinking=0):
 def action_ids(tokenizer, action, history, thinking=0):
     """Returns the packed ids of an action, which follow the whole prompt.
 
-    They are those sampled, or those of its text up to and with the end of a message.
+    They are those sampled, if they spell the action's text; else those of the text up to and with
+    the end of a message.
     """
-    if action.get("token_ids"):
-        check_token_ids(tokenizer, action)
-        return packed(action["token_ids"])
-    text, end = action_text(tokenizer, action, history, thinking), end_of_message(tokenizer)
+    is_output, text = text_of(tokenizer, action, thinking)
+    ids = action.get("token_ids")
+    if ids and spells(tokenizer, ids, text):
+        return packed(ids)
+    if ids:
+        add_warning("messages or candidates have token_ids of another text, or a special token "
+                    "among them: their text is read", repr(text[:60]))
+    text = written_text(tokenizer, text, is_output, history, thinking)
+    end = end_of_message(tokenizer)
     if end in text:
         text = text[:text.rindex(end)]
     return text_ids(tokenizer, text + end)
 
 
-def action_text(tokenizer, action, history, thinking):
-    """Returns what follows the prompt in the template's text of a dialogue that ends in an action.
+def text_of(tokenizer, action, thinking):
+    """Returns (True, an action's output), or (False, its content) if that is not the output's."""
+    output, content = action.get("output"), action.get("content", "")
+    if output is not None and "content" in action:
+        opening = think_prefix(tokenizer, thinking)
+        if read_action(opening + output, last=False)[0] != content.strip():
+            output = None  # somebody has edited the content
+    return (False, content) if output is None else (True, output)
 
-    If the template writes another prompt there, or not the whole action, returns the action's own
-    text. If the prompt opens a thought, a stored `content` without a thought closes it.
+
+def spells(tokenizer, ids, text):
+    """Returns whether sampled ids decode to a text, with no special token but the last."""
+    return (max(ids) < len(tokenizer) and not special_ids(tokenizer) & {*ids[:-1]}
+            and tokenizer.decode(ids, skip_special_tokens=True).strip() == text.strip())
+
+
+def written_text(tokenizer, text, is_output, history, thinking):
+    """Returns what follows the prompt in the template's text of a dialogue that ends in `text`.
+
+    If the template writes another prompt there, or not the whole text, returns the text itself. If
+    the prompt opens a thought, content without a thought closes it.
     """
     prompt = template_text(tokenizer, history, thinking, add_prompt=True)
-    text = action.get("output", action.get("content", ""))
     dialogue = [*history, {"role": "assistant", "content": text}]
     written = template_text(tokenizer, dialogue, thinking, add_prompt=False)
     if written.startswith(prompt) and as_text(tokenizer, text.strip()) in written:
         return written.removeprefix(prompt)
     if text.startswith("<think>") and not thinking:  # the prompt may have closed an empty thought
         raise ValueError('a stored thought needs "meta": {"thinking": 1} in its record')
-    if "output" not in action and think_prefix(tokenizer, thinking):
+    if not is_output and think_prefix(tokenizer, thinking):
         text = text.removeprefix("<think>") if "</think>" in text else "</think>" + text
     return as_text(tokenizer, text)
-
-
-def check_token_ids(tokenizer, action):
-    """Exits if a sampled message's token_ids are not of this tokenizer."""
-    ids = action["token_ids"]
-    matches = max(ids) < len(tokenizer)
-    if matches and "logprobs" in action and "output" in action:  # candidates have no `logprobs`
-        texts = tokenizer.decode(ids, skip_special_tokens=True), action["output"]
-        short, long = sorted((text.strip().rstrip("\ufffd") for text in texts), key=len)
-        matches = long.startswith(short)
-    if not matches:
-        fail("token_ids in the records are not of this --model's tokenizer: "
-             "use the model that sampled them")
 
 
 def template_text(tokenizer, messages, thinking, add_prompt):
@@ -974,78 +979,64 @@ def think_prefix(tokenizer, thinking=0):
     return "<think>" if opened else ""
 
 
+@functools.cache
+def special_ids(tokenizer):
+    """Returns {id of each special token}."""
+    return {i for i, token in tokenizer.added_tokens_decoder.items() if token.special}
+
+
 def stop_ids(tokenizer, folder):
-    """Returns {token id} that end a sampled message: end_of_message's last one, and every EOS."""
+    """Returns {token id} that end a sampled message: end_ids, and every other special token.
+
+    A message is shown without them, so nothing after the first of them may count.
+    """
+    return end_ids(tokenizer, folder) | special_ids(tokenizer)
+
+
+def end_ids(tokenizer, folder):
+    """Returns {token id} by which a model ends a message: end_of_message's last, and every EOS."""
     ids = {ord(text_ids(tokenizer, end_of_message(tokenizer))[-1]), tokenizer.eos_token_id}
-    for name in CONFIGS:
-        ids.update(eos_ids(os.path.join(folder, name)))
+    for name in "config.json", "generation_config.json":
+        path = Path(folder, name)
+        eos = json.loads(path.read_bytes()).get("eos_token_id") if path.exists() else None
+        ids.update(eos if isinstance(eos, list) else [eos])
     return {i for i in ids if i is not None and 0 <= i < len(tokenizer)}
 
 
 # --- saving ---------------------------------------------------------------------------------------
 
 def save(model, tokenizer, out):
-    """Writes a Hugging Face folder: weights in model.dtype, and the base's other files.
-
-    These are copied, because other versions of transformers may not read what this one writes. Only
-    the dtype in config.json and the EOS ids in generation_config.json are set.
-    """
+    """Writes a Hugging Face folder: weights in model.dtype, and all ids that end a message."""
     options = StateDictOptions(full_state_dict=True, cpu_offload=True)
     state = get_model_state_dict(model.lm, options=options)  # empty on ranks other than 0
     if RANK:
         return
-    lm, base = model.lm, Path(model.lm.name_or_path)  # base: a folder, see find_model
-    config, generation_config = (Path(out, name) for name in CONFIGS)
+    lm = model.lm
     # tied weights once; buffers keep their dtype
     weights = {name: state[name].to(model.dtype) for name, _ in lm.named_parameters()}
     buffers = {name: state[name] for name, _ in lm.named_buffers() if name in state}
-    lm.generation_config = GenerationConfig()  # transformers can't save all that it loads
+    ends = sorted(end_ids(tokenizer, lm.name_or_path))
+    lm.generation_config = GenerationConfig(eos_token_id=ends)
     lm.save_pretrained(out, state_dict=weights | buffers)
+    lm.config.dtype = model.dtype  # of the weights in the files, not of those in training
+    lm.config.save_pretrained(out)
+    tokenizer.save_pretrained(out)
     for path in Path(out).glob("*.safetensors"):  # they are written as private files
-        shutil.copymode(config, path)
-    for path in chain(*map(base.glob, MODEL_FILES)):
-        if not path.name.endswith((".index.json", "adapter_config.json")):
-            copy = Path(out, path.relative_to(base))
-            copy.parent.mkdir(exist_ok=True)
-            shutil.copyfile(path, copy)
-    names = {"dtype", "torch_dtype"} & read_json(config).keys()  # it varies by version
-    dtype = str(model.dtype).removeprefix("torch.")
-    set_in_json(config, dict.fromkeys(names or {"torch_dtype"}, dtype))
-    eos = eos_ids(generation_config)
-    eos += sorted(stop_ids(tokenizer, base) - {*eos})
-    set_in_json(generation_config, {"eos_token_id": eos if len(eos) > 1 else eos[0]})
-
-
-def set_in_json(path, values):
-    """Sets values in a JSON file; one that has them already stays as it is, to the byte."""
-    old = read_json(path)
-    new = {**old, **values}
-    if new != old:
-        path.write_text(json.dumps(new, indent=2) + "\n")
+        shutil.copymode(Path(out, "config.json"), path)
 
 
 # --- checkpoints ----------------------------------------------------------------------------------
 
-FLAT = StateDictOptions(flatten_optimizer_state_dict=True)  # {"state.PARAMETER.exp_avg": tensor}
-
-
 def training_state(model, optimizer):
-    """Returns (weights, moments, {name: tensor}), the last with all that training changes."""
-    weights, moments = get_state_dict(model, optimizer, options=FLAT)
-    tensors = {name: weights[name] for name, p in model.named_parameters() if p.requires_grad}
-    tensors.update((name, x) for name, x in moments.items() if torch.is_tensor(x))
-    tensors.update((f"extra.{name}", x) for name, x in model.extra.items())
-    return weights, moments, tensors
+    """Returns all that training changes, as torch.distributed.checkpoint stores it."""
+    weights, moments = get_state_dict(model, optimizer)
+    return {"weights": weights, "moments": moments}
 
 
 def save_checkpoint(model, optimizer, out, step):
     """Writes out/checkpoint-STEP atomically, then removes the previous checkpoint."""
-    tensors = training_state(model, optimizer)[2]
-    # safetensors hold no code; 32 files, as each is assembled in memory before it is written
-    file_of = {name: 1 + i % 32 for i, name in enumerate(tensors)}
     with writing(os.path.join(out, f"checkpoint-{step}")) as part:
-        dcp.save(tensors, storage_writer=dcp.HuggingFaceStorageWriter(
-            part, fqn_to_index_mapping=file_of, save_distributed=True))
+        dcp.save(training_state(model, optimizer), checkpoint_id=part)
     drop_checkpoints(out, keep=step)
     barrier()  # so that no rank ends the program while rank 0 still writes
 
@@ -1054,8 +1045,7 @@ def load_checkpoint(model, optimizer, directory):
     """Loads the last checkpoint of a RunDirectory, if it has one; removes all others."""
     drop_checkpoints(directory.out, keep=directory.step)  # a kill may leave others, or partial ones
     if directory.step:
-        path = os.path.join(directory.out, f"checkpoint-{directory.step}")
-        weights, moments, tensors = training_state(model, optimizer)
-        dcp.load(tensors, storage_reader=dcp.HuggingFaceStorageReader(path))
-        set_state_dict(model, optimizer, model_state_dict=weights, optim_state_dict=moments,
-                       options=FLAT)
+        state = training_state(model, optimizer)
+        dcp.load(state, checkpoint_id=os.path.join(directory.out, f"checkpoint-{directory.step}"))
+        set_state_dict(model, optimizer, model_state_dict=state["weights"],
+                       optim_state_dict=state["moments"])

@@ -24,8 +24,8 @@ metrics instead); and a Trainer class: each script has a loop that you can chang
     python train_critic.py --score runs/base --model runs/base --ref_context agent < in.jsonl
 """
 # Parse flags before importing torch, so that --help and flag errors are instant.
-from utils import (RANK, Log, RunDirectory, changed_scripts, fail, flag, init_distributed,
-                   kept_and_shared, lr_at, machine_flags, open_stdout, parser, rows_of, run, say)
+from utils import (RANK, Log, RunDirectory, changed_scripts, fail, from_rank_0, init_distributed,
+                   lr_at, machine_flags, open_stdout, parser, rows_of, run, say)
 
 import gc
 from itertools import chain
@@ -33,32 +33,31 @@ from itertools import chain
 
 def get_args(argv=None):
     p = parser(__doc__, "%(prog)s [flags] < trajectories.jsonl > scored.jsonl")
-    flag(p, "model", None, "initial model, also the reference pi_ref; default: "
-         "meta-llama/Llama-3.1-8B-Instruct, or with --score the one of that run")
+    p.add_argument("--model", help="initial model, also the reference pi_ref; default: that of the "
+                   "--score run, or meta-llama/Llama-3.1-8B-Instruct")
     mode = p.add_mutually_exclusive_group()
-    flag(mode, "out", "runs/critic", "directory of a run: train a critic there, or resume its "
-         "training, then score")
-    flag(mode, "score", None, "only score, with this model as pi: a trained critic, or any other",
-         metavar="DIR")
+    mode.add_argument("--out", default="runs/critic",
+                      help="train a critic in this directory, or resume its training, then score")
+    mode.add_argument("--score", metavar="DIR",
+                      help="only score, with this model as pi: a trained critic, or any other")
     g = p.add_argument_group("pairs")
-    flag(g, "min_gap", None, "default: pair a task's first solved trajectory with every unsolved "
-         "one; a number: pair any two whose rewards differ by at least this", kind=float)
-    flag(g, "held_out", 0.1, "share of tasks that are not trained on, to measure loss and "
-         "accuracy", most=1, only="with --out")
-    flag(g, "eval_every", 100, "steps between evaluations on held-out tasks", least=1,
-         only="with --out")
+    g.add_argument("--min_gap", type=float, help="pair any two trajectories whose rewards differ "
+                   "by this; default: the first solved one with every unsolved one")
+    g.add_argument("--held_out", type=float, default=0.1,
+                   help="share of tasks not trained on, to measure loss and accuracy")
+    g.add_argument("--eval_every", type=int, default=100, help="steps between such measurements")
     g = p.add_argument_group("objective and optimization")
-    flag(g, "ref_context", None, "what pi_ref reads: the hidden information too (eq. 3), or only "
-         "what the agent reads; default: hidden, or with --score that of the run",
-         choices=["hidden", "agent"])
-    flag(g, "beta", 0.1, "scale of the reward margin", only="with --out")
-    flag(g, "nll_coef", 0.01, "weight of the chosen trajectory's NLL", only="with --out")
-    flag(g, "lr", 2e-7, "peak learning rate; 3%% or 3 steps of warm-up, cosine decay to a tenth",
-         only="with --out")
-    flag(g, "batch_size", 8, "pairs per step, over all GPUs; an epoch's last step has those that "
-         "are left, at the full learning rate", least=1, only="with --out")
-    flag(g, "epochs", 4, "passes over the pairs", least=1, only="with --out")
-    flag(g, "seed", 0, "random seed of the training order and held-out tasks", only="with --out")
+    g.add_argument("--ref_context", choices=["hidden", "agent"], help="pi_ref reads the hidden "
+                   "information, too, or only what the agent reads; default: as the --score run, "
+                   "or hidden (eq. 3)")
+    g.add_argument("--beta", type=float, default=0.1, help="scale of the reward margin")
+    g.add_argument("--nll_coef", type=float, default=0.01, help="weight of the chosen side's NLL")
+    g.add_argument("--lr", type=float, default=2e-7,
+                   help="peak learning rate; short warm-up, cosine decay to a tenth")
+    g.add_argument("--batch_size", type=int, default=8,
+                   help="pairs per step, over all GPUs; the last step of an epoch may have fewer")
+    g.add_argument("--epochs", type=int, default=4, help="passes over the pairs")
+    g.add_argument("--seed", type=int, default=0, help="of the training order and held-out tasks")
     machine_flags(p)
     args = p.parse_args(argv)
     run_flags = {"model": "meta-llama/Llama-3.1-8B-Instruct"}
@@ -67,7 +66,7 @@ def get_args(argv=None):
     args.model = args.model or run_flags.get("model")
     args.ref_context = args.ref_context or run_flags.get("ref_context", "hidden")
     if not args.model:
-        p.error(f"--model is needed, because --score {args.score!r} is not a run with an own one")
+        fail(f"--model is needed, because --score {args.score!r} is not a run that names one")
     return args
 
 
@@ -84,9 +83,36 @@ import torch
 import torch.nn.functional as F
 
 from colbench import content_hash
-from model import (action_logps, all_batches, base_digest, hold_out, load, load_checkpoint,
-                   mean_loss, model_facts, read_trajectories, reference_logps, save,
-                   save_checkpoint, score, trajectory_pairs, turns_in, update)
+from model import (all_batches, backward, base_digest, check_finite, clip_gradient, forward,
+                   hold_out, load, load_checkpoint, mean_loss, model_facts, numbers_of, ordered,
+                   read_trajectories, reference_logps, save, save_checkpoint, score,
+                   trajectory_pairs, turns_in)
+
+
+# --- data -----------------------------------------------------------------------------------------
+
+def read(args):
+    """Returns [Trajectory] of stdin. pi reads the hidden information, pi_ref by --ref_context."""
+    needed = ["reward"] if args.out else []
+    return read_trajectories(args, *needed, pi_reads_c=True,
+                             ref_reads_c=args.ref_context == "hidden")
+
+
+def ref_turns(trajectories):
+    """Returns {turn: the turn that pi_ref reads} of all messages and candidates."""
+    actions = chain(*(chain(*t.actions) for t in trajectories))
+    return {action.turn: action.ref_turn for action in actions if action.turn}
+
+
+def make_pairs(args, trajectories):
+    """Returns ([(task id, [Pair])] to train on, [Pair] held out)."""
+    pairs_of = trajectory_pairs(trajectories, args.min_gap)
+    if not pairs_of:
+        fail("no task has a pair of trajectories: sample more per task with collect.py -k, or pair "
+             "by --min_gap 0")
+    train_tasks, held_tasks = hold_out(pairs_of, args.held_out, args.seed)
+    held_out = [pair for task in held_tasks for pair in pairs_of[task]]
+    return [(task, pairs_of[task]) for task in train_tasks], held_out
 
 
 # --- the loss -------------------------------------------------------------------------------------
@@ -102,36 +128,31 @@ def trajectory_value(turns, logps, ref_logps):
 
 
 def critic_loss(args, pair, logps, ref_logps):
-    """Returns (loss, margin) of a pair of trajectories, eq. 2. logps, ref_logps: {turn: (L,)}."""
+    """Returns (loss, chosen less rejected value) of a pair of trajectories, eq. 2.
+
+    logps, ref_logps: {turn: (L,)}.
+    """
     chosen = trajectory_value(pair.chosen, logps, ref_logps)
     rejected = trajectory_value(pair.rejected, logps, ref_logps)
-    margin = args.beta * (chosen - rejected)
     nll = -sum(logps[turn].mean() for turn in pair.chosen) / len(pair.chosen)
-    return -F.logsigmoid(margin) + args.nll_coef * nll, margin
+    difference = chosen - rejected
+    return -F.logsigmoid(args.beta * difference) + args.nll_coef * nll, difference
 
 
 def batch_loss(args, pairs, logps, ref_logps):
     """Returns (mean loss over the pairs, {"accuracy": ..., "margin": ...})."""
-    return mean_loss(critic_loss(args, pair, logps, ref_logps) for pair in pairs)
+    return mean_loss(args.beta, [critic_loss(args, pair, logps, ref_logps) for pair in pairs])
 
 
-# --- training and scoring -------------------------------------------------------------------------
+# --- training -------------------------------------------------------------------------------------
 
-def train(args, device):
-    """Trains a critic. Returns ([Trajectory] of stdin, critic, {turn: (L,) pi_ref log-probs}).
-
-    Only rank 0 has the trajectories; the others get None.
-    """
-    directory = RunDirectory(args)
-    trajectories, (ref_turn_of, pairs_of_task, held_out) = kept_and_shared(lambda: prepare(args))
-    groups = list(pairs_of_task.values())
+def train(args, directory, trajectories, ref_turn_of, device):
+    """Trains a critic. Returns (critic, {turn: (L,) pi_ref log-probs})."""
+    groups, held_out = from_rank_0(lambda: make_pairs(args, trajectories))
     batches = all_batches(groups, args.batch_size, args.epochs, args.seed)
-    tasks = sorted({content_hash(t.record["task"]) for t in trajectories or ()
-                    if t.task in pairs_of_task})
-    directory.begin(groups, held_out, len(batches), tasks=tasks, **model_facts(args, device))
-    if directory.finished:
-        return trajectories, *load_critic(args, args.out, ref_turn_of, device)
-
+    train_tasks = {task for task, _ in groups}
+    tasks = sorted({content_hash(t.record["task"]) for t in trajectories if t.task in train_tasks})
+    directory.start(**numbers_of(groups, held_out, batches), tasks=tasks)
     model, tokenizer = load(args.model, device, args.dtype, args, train=True)
     ref_logps = reference_logps(model, ref_turn_of, args.tree_tokens)
     optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr, betas=(0.9, 0.95),
@@ -140,13 +161,18 @@ def train(args, device):
 
     log = Log(directory, "critic", len(batches))
     for step in log.steps():
-        batch, tokens_before = batches[step], model.tokens
-        logps = action_logps(model, turns_in(batch), args.tree_tokens)  # {turn: (L,)}
+        batch = batches[step]
+        logps, trees = forward(model, turns_in(batch), args.tree_tokens)  # {turn: (L,)}
         loss, metrics = batch_loss(args, batch, logps, ref_logps)
-        lr = lr_at(step, len(batches), args.lr)
-        norm = update(model, optimizer, step, loss, lr)
+        loss.backward()  # as far as the log-probs,
+        backward(model, trees)  # and from there to the weights
+        norm = clip_gradient(model)
+        check_finite(step, loss=loss.item(), grad_norm=norm)
+        lr = optimizer.param_groups[0]["lr"] = lr_at(step, len(batches), args.lr)
+        optimizer.step()
+        optimizer.zero_grad()
         log.step_row(step=step, loss=loss.item(), **metrics, grad_norm=norm, lr=lr,
-                     tokens=model.tokens - tokens_before)
+                     tokens=sum(len(tree.ids) for tree, *_ in trees))
         if held_out and ((step + 1) % args.eval_every == 0 or step + 1 == len(batches)):
             # measured after the update; the training row of this step was measured before it
             logps = score(model, turns_in(held_out), args.tree_tokens)
@@ -158,18 +184,13 @@ def train(args, device):
 
     save(model, tokenizer, args.out)
     log.finish()
-    return trajectories, model, ref_logps
+    return model, ref_logps
 
 
-def score_only(args, device):
-    """Loads pi of --score. Returns what train() returns."""
-    check_pi_ref(args.score, args.model)
-    trajectories, ref_turn_of = kept_and_shared(lambda: read_stdin(args))
-    return trajectories, *load_critic(args, args.score, ref_turn_of, device)
-
+# --- scoring --------------------------------------------------------------------------------------
 
 def load_critic(args, folder, ref_turn_of, device):
-    """Returns (the critic in a folder, {turn: (L,) pi_ref log-probs})."""
+    """Returns (the model in a folder as pi, {turn: (L,) pi_ref log-probs})."""
     model, _ = load(args.model, device, args.dtype, args)
     ref_logps = reference_logps(model, ref_turn_of, args.tree_tokens)
     del model
@@ -177,67 +198,6 @@ def load_critic(args, folder, ref_turn_of, device):
     model, _ = load(folder, device, args.dtype, args)
     return model, ref_logps
 
-
-def main(args):
-    emit, device = open_stdout(), init_distributed()
-    if args.score is not None:
-        trajectories, model, ref_logps = score_only(args, device)
-    else:
-        trajectories, model, ref_logps = train(args, device)
-    logps = score(model, list(ref_logps), args.tree_tokens, "advantages")
-    if RANK:
-        return
-    for t in trajectories:
-        for action in chain(*t.actions):
-            action.fields.pop("advantage", None)  # left by an earlier critic
-            if action.turn:
-                value = advantage(logps[action.turn], ref_logps[action.turn])
-                action.fields["advantage"] = value.item()
-    print_pair_accuracy(args, trajectories, logps, ref_logps)
-    for t in trajectories:
-        emit(t.record)
-
-
-def print_pair_accuracy(args, trajectories, logps, ref_logps):
-    """Prints the accuracy on the trajectory pairs of tasks that the critic was not trained on."""
-    start = next(iter(rows_of(args.out or args.score)), {})
-    trained_on = start.get("tasks", ())  # contents; other models than critics record none
-    unseen = [t for t in trajectories
-              if "reward" in t.record and content_hash(t.record["task"]) not in trained_on]
-    pairs = list(chain(*trajectory_pairs(unseen, args.min_gap).values()))
-    if not pairs:
-        return say("no pair accuracy: no task that the critic was not trained on has a pair")
-    _, metrics = batch_loss(args, pairs, logps, ref_logps)
-    say(f"pair accuracy {100 * metrics['accuracy']:.1f} % ({len(pairs)} pairs of tasks that the "
-        "critic was not trained on)")
-
-
-# --- data -----------------------------------------------------------------------------------------
-
-def read_stdin(args, *fields):
-    """Returns ([Trajectory] of stdin, {turn: the turn that pi_ref reads})."""
-    trajectories = read_trajectories(args, *fields, pi_reads_c=True,
-                                     ref_reads_c=args.ref_context == "hidden")
-    actions = chain(*(chain(*t.actions) for t in trajectories))
-    return trajectories, {action.turn: action.ref_turn for action in actions if action.turn}
-
-
-def prepare(args):
-    """Reads stdin. Returns ([Trajectory], what all ranks need to train).
-
-    That is {turn: pi_ref's turn}, {training task: [Pair]} and the held-out [Pair].
-    """
-    trajectories, ref_turn_of = read_stdin(args, "reward")
-    pairs_of = trajectory_pairs(trajectories, args.min_gap)
-    if not pairs_of:
-        fail("no task has a pair of trajectories: sample more per task with collect.py -k, or pair "
-             "by --min_gap 0")
-    train_tasks, held_tasks = hold_out(pairs_of, args.held_out, args.seed)
-    held_out = [pair for task in held_tasks for pair in pairs_of[task]]
-    return trajectories, (ref_turn_of, {task: pairs_of[task] for task in train_tasks}, held_out)
-
-
-# --- a trained critic -----------------------------------------------------------------------------
 
 def check_pi_ref(folder, model):
     """Exits if `folder` has a critic that was trained with other weights than `model` as pi_ref."""
@@ -248,6 +208,64 @@ def check_pi_ref(folder, model):
             f"run its own copies (python {folder}/NAME.py)")
     if base_digest(model) != rows_of(folder)[0]["model_weights"]:
         fail(f"{model} is not the pi_ref of the critic in {folder}; give that by --model")
+
+
+def add_scores(trajectories, logps, ref_logps):
+    """Adds the advantage of every message and candidate, and the value of every trajectory."""
+    for t in trajectories:
+        for action in chain(*t.actions):
+            action.fields.pop("advantage", None)  # left by an earlier critic
+            if action.turn:
+                value = advantage(logps[action.turn], ref_logps[action.turn])
+                action.fields["advantage"] = value.item()  # in t.record, too
+        t.record.pop("value", None)
+        if t.is_complete():
+            t.record["value"] = trajectory_value(t.turns(), logps, ref_logps).item()
+
+
+def ordered_pairs(trajectories, min_gap):
+    """Returns (how many trajectory pairs the values order correctly, the number of pairs).
+
+    The trajectories have values, by add_scores. min_gap: see pairs_of in model.py. A tie counts
+    half.
+    """
+    rated = [t for t in trajectories if {"reward", "value"} <= t.record.keys()]
+    value_of = {t.turns(): t.record["value"] for t in rated}
+    pairs = [*chain(*trajectory_pairs(rated, min_gap).values())]
+    differences = [value_of[pair.chosen] - value_of[pair.rejected] for pair in pairs]
+    return ordered(torch.tensor(differences)).sum().item(), len(pairs)
+
+
+def print_ordered_pairs(trajectories, min_gap, trained_on):
+    """Prints the count of ordered pairs. trained_on: content hashes of the critic's tasks."""
+    unseen = [t for t in trajectories if content_hash(t.record["task"]) not in trained_on]
+    for tasks, some in (("all", trajectories), ("that it was not trained on", unseen)):
+        right, n = ordered_pairs(some, min_gap)
+        say(f"the critic orders {right:g} of {n} trajectory pairs correctly (tasks: {tasks})")
+
+
+def main(args):
+    emit, device = open_stdout(), init_distributed()
+    if args.out:
+        directory = RunDirectory(args)
+    else:
+        check_pi_ref(args.score, args.model)
+    trajectories = [] if RANK else read(args)  # only rank 0 has them
+    ref_turn_of = from_rank_0(lambda: ref_turns(trajectories))
+    if args.out:
+        directory.check(trajectories, **model_facts(args, device))
+    if args.out and not directory.finished:
+        model, ref_logps = train(args, directory, trajectories, ref_turn_of, device)
+    else:
+        model, ref_logps = load_critic(args, args.out or args.score, ref_turn_of, device)
+    logps = score(model, list(ref_logps), args.tree_tokens, "advantages")
+    if RANK:
+        return
+    add_scores(trajectories, logps, ref_logps)
+    first_row = next(iter(rows_of(args.out or args.score)), {})  # that of a critic has its tasks
+    print_ordered_pairs(trajectories, args.min_gap, first_row.get("tasks", ()))
+    for t in trajectories:
+        emit(t.record)
 
 
 if __name__ == "__main__":

@@ -19,43 +19,42 @@ Left out on purpose: online sampling (instead, sample a second round with the tr
     python train_policy.py --loss mtdpo --model runs/base --out runs/mtdpo < trajectories.jsonl
 """
 # Parse flags before importing torch, so that --help and flag errors are instant.
-from utils import (Log, RunDirectory, fail, flag, from_rank_0, init_distributed, lr_at,
-                   machine_flags, open_stdout, parser, rng, run)
+from utils import (RANK, Log, RunDirectory, fail, from_rank_0, init_distributed, lr_at,
+                   machine_flags, open_stdout, parser, rng, run, say)
 
 from itertools import chain, cycle, product
 
 
 def get_args(argv=None):
     p = parser(__doc__, "%(prog)s [flags] < scored.jsonl")
-    flag(p, "model", "meta-llama/Llama-3.1-8B-Instruct", "initial model, also the reference pi_ref")
-    flag(p, "out", "runs/policy", "output directory; an interrupted run in it is resumed")
-    flag(p, "loss", "dpo", "training data and objective, see above",
-         choices=["dpo", "mtdpo", "rft"])
+    p.add_argument("--model", default="meta-llama/Llama-3.1-8B-Instruct",
+                   help="initial model, also the reference pi_ref")
+    p.add_argument("--out", default="runs/policy",
+                   help="output directory; an interrupted run in it is resumed")
+    p.add_argument("--loss", default="dpo", choices=["dpo", "mtdpo", "rft"],
+                   help="training data and objective, see above")
     g = p.add_argument_group("pairs")
-    flag(g, "pairs_per_turn", 4, "distinct pairs to draw of a turn", least=1,
-         only="with --loss dpo")
-    flag(g, "logprob_weight", 0.0, "rank candidates by advantage + this x the message's log-prob "
-         "when sampled", only="with --loss dpo")
-    flag(g, "mix", 0.0, "trajectory pairs (as in mtdpo) per candidate pair",
-         only="with --loss dpo")
-    flag(g, "min_gap", None, "default: pair a task's first solved trajectory with every unsolved "
-         "one; a number: any two whose rewards differ by at least it", kind=float,
-         only="with --loss mtdpo or --mix")
-    flag(g, "held_out", 0.0, "share of the tasks held out to measure loss and accuracy", most=1)
-    flag(g, "eval_every", 100, "steps between evaluations", least=1, only="with --held_out")
-    flag(g, "all", 0, "1: train on unsolved trajectories, too (plain SFT)", choices=[0, 1],
-         only="with --loss rft")
+    g.add_argument("--pairs_per_turn", type=int, default=4, help="dpo: distinct pairs of a turn")
+    g.add_argument("--logprob_weight", type=float, default=0.0,
+                   help="dpo: rank candidates by advantage + this x log-prob under pi_ref")
+    g.add_argument("--mix", type=float, default=0.0,
+                   help="dpo: trajectory pairs, as in mtdpo, per candidate pair")
+    g.add_argument("--min_gap", type=float, help="pair any two trajectories whose rewards differ "
+                   "by this; default: the first solved one with every unsolved one")
+    g.add_argument("--held_out", type=float, default=0.0,
+                   help="share of tasks not trained on, to measure loss and accuracy")
+    g.add_argument("--eval_every", type=int, default=100, help="steps between such measurements")
+    g.add_argument("--all", type=int, default=0, choices=[0, 1],
+                   help="rft: 1: train on unsolved trajectories, too (plain SFT)")
     g = p.add_argument_group("objective and optimization")
-    by_pairs = "with --loss dpo or mtdpo"
-    flag(g, "beta", 0.1, "DPO's beta, the scale of the reward margin", only=by_pairs)
-    flag(g, "nll_coef", 0.01, "weight of the chosen side's mean NLL per token", only=by_pairs)
-    flag(g, "lr", 2e-7, "peak learning rate; 3%% or 3 steps of warm-up, cosine decay to a tenth")
-    flag(g, "batch_size", None, "pairs per step, over all GPUs; an epoch's last step has those "
-         "that are left, at the full learning rate; default: 8 as in the paper (rft: 32 "
-         "trajectories)", kind=int, least=1)
-    flag(g, "epochs", None, "passes over the pairs; default: 1 as in the paper (mtdpo, rft: 4)",
-         kind=int, least=1)
-    flag(g, "seed", 0, "random seed of the training order, the pairs and the held-out tasks")
+    g.add_argument("--beta", type=float, default=0.1, help="DPO's beta, the scale of the margin")
+    g.add_argument("--nll_coef", type=float, default=0.01, help="weight of the chosen side's NLL")
+    g.add_argument("--lr", type=float, default=2e-7,
+                   help="peak learning rate; short warm-up, cosine decay to a tenth")
+    g.add_argument("--batch_size", type=int, help="pairs per step, over all GPUs; the last step of "
+                   "an epoch may have fewer; default: 8 (rft: 32 trajectories)")
+    g.add_argument("--epochs", type=int, help="passes over the pairs; default: 1 (mtdpo, rft: 4)")
+    g.add_argument("--seed", type=int, default=0, help="of the order, pairs and held-out tasks")
     machine_flags(p)
     args = p.parse_args(argv)
     if args.batch_size is None:
@@ -71,109 +70,38 @@ if __name__ == "__main__":
 import torch
 import torch.nn.functional as F
 
-from model import (Pair, Trajectory, action_logps, all_batches, by_task, hold_out, load,
-                   load_checkpoint, mean_loss, model_facts, read_trajectories, save,
-                   save_checkpoint, score, trajectory_pairs, turns_in, update)
-
-
-# --- the loss -------------------------------------------------------------------------------------
-
-def joined_logps(turns, logps):
-    """Concatenates the log-probs of several turns into one tensor. logps: {turn: (L,)}."""
-    return torch.cat([logps[turn] for turn in turns])
-
-
-def dpo_loss(args, pair, logps, ref_logps):
-    """Returns (loss, margin) of a pair, eq. 4; sums over turns. logps, ref_logps: {turn: (L,)}."""
-    def log_ratio(turns):
-        return joined_logps(turns, logps).sum() - joined_logps(turns, ref_logps).sum()
-
-    margin = args.beta * (log_ratio(pair.chosen) - log_ratio(pair.rejected))
-    nll = -joined_logps(pair.chosen, logps).mean()
-    return -F.logsigmoid(margin) + args.nll_coef * nll, margin
-
-
-def batch_loss(args, pairs, logps, ref_logps):
-    """Returns (mean loss over the pairs, metrics). For rft, returns (mean NLL per token, {}).
-
-    The metrics chosen_change and rejected_change are means over the pairs of log pi - log pi_ref of
-    a side, in nats: by how much training has changed the log-prob of its messages.
-    """
-    if args.loss == "rft":
-        chosen = [joined_logps(pair.chosen, logps) for pair in pairs]
-        return -sum(x.sum() for x in chosen) / sum(map(len, chosen)), {}
-    loss, metrics = mean_loss(dpo_loss(args, pair, logps, ref_logps) for pair in pairs)
-    for side in "chosen", "rejected":
-        changes = [(logps[turn] - ref_logps[turn]).sum().item()
-                   for pair in pairs for turn in getattr(pair, side)]
-        metrics[f"{side}_change"] = sum(changes) / len(pairs)
-    return loss, metrics
-
-
-# --- training -------------------------------------------------------------------------------------
-
-def main(args):
-    emit, device = open_stdout(), init_distributed()
-    directory = RunDirectory(args)
-    groups, held_out = from_rank_0(lambda: prepare(args))
-    batches = all_batches(groups, args.batch_size, args.epochs, args.seed)
-    directory.begin(groups, held_out, len(batches), **model_facts(args, device))
-    summary = {"summary": "train_policy", "out": args.out, "steps": len(batches)}
-    if directory.finished:
-        emit(summary)
-        return
-
-    model, tokenizer = load(args.model, device, args.dtype, args, train=True)
-    ref_logps = {}
-    if args.loss != "rft":
-        ref_logps = score(model, turns_in(chain(*groups, held_out)), args.tree_tokens, "reference")
-    optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr, betas=(0.9, 0.95),
-                                  weight_decay=0.0, fused=True)
-    load_checkpoint(model, optimizer, directory)
-
-    log = Log(directory, "policy", len(batches))
-    for step in log.steps():
-        batch, tokens_before = batches[step], model.tokens
-        logps = action_logps(model, turns_in(batch), args.tree_tokens)  # {turn: (L,)}
-        loss, metrics = batch_loss(args, batch, logps, ref_logps)
-        lr = lr_at(step, len(batches), args.lr)
-        norm = update(model, optimizer, step, loss, lr)
-        log.step_row(step=step, loss=loss.item(), **metrics, grad_norm=norm, lr=lr,
-                     tokens=model.tokens - tokens_before)
-        if held_out and ((step + 1) % args.eval_every == 0 or step + 1 == len(batches)):
-            # measured after the update; the training row of this step was measured before it
-            logps = score(model, turns_in(held_out), args.tree_tokens)
-            loss, metrics = batch_loss(args, held_out, logps, ref_logps)
-            log.row(step=step, held_out_loss=loss.item(),
-                    **{f"held_out_{name}": value for name, value in metrics.items()})
-        if (step + 1) % args.save_every == 0:
-            save_checkpoint(model, optimizer, args.out, step + 1)
-
-    save(model, tokenizer, args.out)
-    log.finish()
-    emit(summary)
+from model import (Pair, Trajectory, all_batches, backward, by_task, check_finite, clip_gradient,
+                   forward, hold_out, load, load_checkpoint, mean_loss, model_facts, numbers_of,
+                   read_trajectories, save, save_checkpoint, score, trajectory_pairs, turns_in)
 
 
 # --- pairs ----------------------------------------------------------------------------------------
 
-def prepare(args):
-    """Reads stdin; returns ([[Pair]] to train on, [Pair] held out)."""
+def read(args):
+    """Returns [Trajectory] of stdin."""
     needs_reward = args.loss == "mtdpo" or args.mix > 0 or (args.loss == "rft" and not args.all)
     fields = ["reward"] if needs_reward else []
-    trajectories = read_trajectories(args, *fields, pi_reads_c=False, ref_reads_c=False)
-    groups = [(task, pairs) for task, pairs in make_groups(args, trajectories) if pairs]
+    return read_trajectories(args, *fields, pi_reads_c=False, ref_reads_c=False)
+
+
+def make_pairs(args, trajectories, ref_logps):
+    """Returns ([(task id, [Pair])] to train on, [Pair] held out). ref_logps: see make_groups."""
+    groups = [(task, pairs) for task, pairs in make_groups(args, trajectories, ref_logps) if pairs]
     if not groups:
         fail(f"nothing to train on with --loss {args.loss}: dpo needs candidates with advantages, "
              "mtdpo a solved and an unsolved trajectory of a task, rft a solved one")
-    _, held_tasks = hold_out(dict(groups), args.held_out, args.seed)
-    held_tasks = set(held_tasks)
-    training = [pairs for task, pairs in groups if task not in held_tasks]
+    tasks = dict.fromkeys(task for task, _ in groups)
+    train_tasks, held_tasks = map(set, hold_out(tasks, args.held_out, args.seed))
+    training = [(task, pairs) for task, pairs in groups if task in train_tasks]
     held_out = [pair for task, pairs in groups if task in held_tasks for pair in pairs]
     return training, held_out
 
 
-def make_groups(args, trajectories):
-    """Returns [(task id, [Pair])], one group per task or, for candidates, one per trajectory."""
+def make_groups(args, trajectories, ref_logps):
+    """Returns [(task id, [Pair])], one group per task or, for candidates, one per trajectory.
+
+    ref_logps: {turn: (L,) log-probs under pi_ref} of the candidates, if there is --logprob_weight.
+    """
     if args.loss == "rft":
         return [(task, [Pair(t.turns()) for t in group if args.all or t.record["reward"] >= 1])
                 for (task, _), group in by_task(trajectories).items()]
@@ -181,7 +109,8 @@ def make_groups(args, trajectories):
         return list(trajectory_pairs(trajectories, args.min_gap).items())
     groups = []
     for t in sorted(trajectories, key=Trajectory.sort_key):
-        pairs = [pair for _, *candidates in t.actions for pair in candidate_pairs(args, candidates)]
+        pairs = [pair for _, *candidates in t.actions
+                 for pair in candidate_pairs(args, candidates, ref_logps)]
         groups.append((t.task, pairs))
     if args.mix:
         n_pairs = args.mix * sum(len(pairs) for _, pairs in groups)
@@ -189,31 +118,53 @@ def make_groups(args, trajectories):
     return groups
 
 
-def candidate_pairs(args, candidates):
+def scored_candidates(candidates):
+    """Returns those that can be ranked: they have an advantage, and are not too long."""
+    return [c for c in candidates if c.turn and "advantage" in c.fields]
+
+
+def candidate_pairs(args, candidates, ref_logps):
     """Returns distinct [Pair] of a turn: random candidates of the upper half and of the lower.
 
-    They are ranked by A + w logprob, where A is a mean over tokens, logprob a sum, and w is
-    --logprob_weight. If pi_ref sampled them, this ranks them by their probability under the policy
-    pi_ref exp(A / w), which maximizes E[A] - w KL(pi || pi_ref). A truncated candidate is never
-    chosen, because it has no end token.
+    They are ranked by A + w log pi_ref, where A is a mean over tokens, log pi_ref a sum, and w is
+    --logprob_weight: by their probability under the policy pi_ref exp(A / w), which maximizes
+    E[A] - w KL(pi || pi_ref). A truncated candidate is never chosen, because it has no end token.
     """
     def value(candidate):
-        fields = candidate.fields
-        if args.logprob_weight and "logprob" not in fields:
-            fail("--logprob_weight needs the candidates' logprob: use collect.py --candidates")
-        return fields["advantage"] + args.logprob_weight * fields.get("logprob", 0)
+        if not args.logprob_weight:
+            return candidate.fields["advantage"]
+        logp = ref_logps[candidate.turn].sum().item()
+        return candidate.fields["advantage"] + args.logprob_weight * logp
 
-    scored = [c for c in candidates if c.turn and "advantage" in c.fields]
-    ranked = sorted(scored, key=value, reverse=True)
+    ranked = sorted(scored_candidates(candidates), key=value, reverse=True)
     half = len(ranked) // 2  # an odd one out in the middle is skipped
-    pairs = [Pair((chosen.turn,), (rejected.turn,), value(chosen) - value(rejected))
+    pairs = [Pair((chosen.turn,), (rejected.turn,))
              for chosen, rejected in product(ranked[:half], ranked[len(ranked) - half:])
-             if value(chosen) > value(rejected) and not chosen.fields.get("cut")]
+             if value(chosen) > value(rejected) and chosen.turn != rejected.turn
+             and not chosen.fields.get("cut")]
     # seeded by the candidates' token ids, not by the order of the records
     rng("pairs", args.seed, *(c.turn.action for c in ranked)).shuffle(pairs)
-    distinct = {(pair.chosen, pair.rejected): pair for pair in pairs
-                if pair.chosen != pair.rejected}
-    return list(distinct.values())[:args.pairs_per_turn]
+    return list(dict.fromkeys(pairs))[:args.pairs_per_turn]
+
+
+def candidate_logps(args, trajectories, model):
+    """Returns {turn: (L,) log-probs under pi_ref} of all candidates, {} without --logprob_weight.
+
+    Prints how far they are from those with which the candidates were sampled, which is 0 if the
+    same weights did, at temperature 1. Only rank 0 has trajectories. model: pi_ref.
+    """
+    if args.loss != "dpo" or not args.logprob_weight:
+        return {}
+    candidates = [c for t in trajectories for _, *found in t.actions
+                  for c in scored_candidates(found)]
+    turns = from_rank_0(lambda: sorted({c.turn for c in candidates}))
+    logps = score(model, turns, args.tree_tokens, "candidates")
+    differences = [abs(logps[c.turn].sum().item() - c.fields["logprob"])
+                   for c in candidates if "logprob" in c.fields]
+    if differences:
+        mean = sum(differences) / len(differences)
+        say(f"candidates' log-probs under --model are {mean:.2g} from the stored ones on average")
+    return logps
 
 
 def groups_to_mix(args, trajectories, n_pairs):
@@ -228,6 +179,105 @@ def groups_to_mix(args, trajectories, n_pairs):
             return groups
         groups.append((task, pairs))
         n_pairs -= len(pairs)
+
+
+# --- the loss -------------------------------------------------------------------------------------
+
+def joined_logps(turns, logps):
+    """Concatenates the log-probs of several turns into one tensor. logps: {turn: (L,)}."""
+    return torch.cat([logps[turn] for turn in turns])
+
+
+def dpo_loss(args, pair, logps, ref_logps):
+    """Returns (loss, difference of the log-ratios) of a pair, eq. 4; sums over turns.
+
+    logps, ref_logps: {turn: (L,)}.
+    """
+    def log_ratio(turns):
+        return joined_logps(turns, logps).sum() - joined_logps(turns, ref_logps).sum()
+
+    difference = log_ratio(pair.chosen) - log_ratio(pair.rejected)
+    nll = -joined_logps(pair.chosen, logps).mean()
+    return -F.logsigmoid(args.beta * difference) + args.nll_coef * nll, difference
+
+
+# A new loss is a function like dpo_loss, a line here, and its name among the choices of --loss.
+LOSSES = {"dpo": dpo_loss, "mtdpo": dpo_loss}
+
+
+def batch_loss(args, pairs, logps, ref_logps):
+    """Returns (mean loss over the pairs, metrics). For rft, returns (mean NLL per token, {}).
+
+    The metrics chosen_change and rejected_change are means over the pairs of log pi - log pi_ref of
+    a side, in nats: by how much training has changed the log-prob of its messages.
+    """
+    if args.loss == "rft":
+        chosen = [joined_logps(pair.chosen, logps) for pair in pairs]
+        return -sum(x.sum() for x in chosen) / sum(map(len, chosen)), {}
+    loss_of = LOSSES[args.loss]
+    loss, metrics = mean_loss(args.beta, [loss_of(args, pair, logps, ref_logps) for pair in pairs])
+    for side in "chosen", "rejected":
+        changes = [(logps[turn] - ref_logps[turn]).sum().item()
+                   for pair in pairs for turn in getattr(pair, side)]
+        metrics[f"{side}_change"] = sum(changes) / len(pairs)
+    return loss, metrics
+
+
+# --- training -------------------------------------------------------------------------------------
+
+def train(args, directory, trajectories, device):
+    """Trains a policy, saves it in --out, and returns the number of steps."""
+    model, tokenizer = load(args.model, device, args.dtype, args, train=True)
+    ref_logps = candidate_logps(args, trajectories, model)
+    groups, held_out = from_rank_0(lambda: make_pairs(args, trajectories, ref_logps))
+    batches = all_batches(groups, args.batch_size, args.epochs, args.seed)
+    directory.start(**numbers_of(groups, held_out, batches))
+    if args.loss != "rft":
+        pairs = chain(*(group for _, group in groups), held_out)
+        turns = [turn for turn in turns_in(pairs) if turn not in ref_logps]
+        ref_logps |= score(model, turns, args.tree_tokens, "reference")
+    optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr, betas=(0.9, 0.95),
+                                  weight_decay=0.0, fused=True)
+    load_checkpoint(model, optimizer, directory)
+
+    log = Log(directory, "policy", len(batches))
+    for step in log.steps():
+        batch = batches[step]
+        logps, trees = forward(model, turns_in(batch), args.tree_tokens)  # {turn: (L,)}
+        loss, metrics = batch_loss(args, batch, logps, ref_logps)
+        loss.backward()  # as far as the log-probs,
+        backward(model, trees)  # and from there to the weights
+        norm = clip_gradient(model)
+        check_finite(step, loss=loss.item(), grad_norm=norm)
+        lr = optimizer.param_groups[0]["lr"] = lr_at(step, len(batches), args.lr)
+        optimizer.step()
+        optimizer.zero_grad()
+        log.step_row(step=step, loss=loss.item(), **metrics, grad_norm=norm, lr=lr,
+                     tokens=sum(len(tree.ids) for tree, *_ in trees))
+        if held_out and ((step + 1) % args.eval_every == 0 or step + 1 == len(batches)):
+            # measured after the update; the training row of this step was measured before it
+            logps = score(model, turns_in(held_out), args.tree_tokens)
+            loss, metrics = batch_loss(args, held_out, logps, ref_logps)
+            log.row(step=step, held_out_loss=loss.item(),
+                    **{f"held_out_{name}": value for name, value in metrics.items()})
+        if (step + 1) % args.save_every == 0:
+            save_checkpoint(model, optimizer, args.out, step + 1)
+
+    save(model, tokenizer, args.out)
+    log.finish()
+    return len(batches)
+
+
+def main(args):
+    emit, device = open_stdout(), init_distributed()
+    directory = RunDirectory(args)
+    trajectories = [] if RANK else read(args)  # only rank 0 has them
+    directory.check(trajectories, **model_facts(args, device))
+    if directory.finished:
+        steps = directory.rows[-1]["finished"]
+    else:
+        steps = train(args, directory, trajectories, device)
+    emit({"summary": "train_policy", "out": args.out, "steps": steps})
 
 
 if __name__ == "__main__":

@@ -28,6 +28,7 @@ import os
 import pickle
 import platform
 import random
+import re
 import shlex
 import shutil
 import signal
@@ -37,7 +38,6 @@ import time
 import traceback
 from datetime import timedelta
 from importlib.metadata import PackageNotFoundError, version as package_version
-from itertools import chain
 
 from tqdm import tqdm
 
@@ -51,10 +51,16 @@ if WORLD > 1:  # a slow import, needed only to communicate
 
 # --- flags ----------------------------------------------------------------------------------------
 
+class HelpFormatter(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescriptionHelpFormatter):
+    """Shows a docstring as it is written, and the default of every flag that has one."""
+
+    def _get_help_string(self, action):
+        return action.help if action.default is None else super()._get_help_string(action)
+
+
 def parser(doc, usage):
     """Returns an ArgumentParser whose --help shows a docstring; flags can't be abbreviated."""
-    form = functools.partial(argparse.RawDescriptionHelpFormatter, max_help_position=36, width=110)
-    return argparse.ArgumentParser(description=doc, usage=usage, formatter_class=form,
+    return argparse.ArgumentParser(description=doc, usage=usage, formatter_class=HelpFormatter,
                                    allow_abbrev=False)
 
 
@@ -85,17 +91,20 @@ def flag(p, name, default, text, kind=str, least=0, most=math.inf, only=None, **
 def machine_flags(p):
     """Adds the trainers' flags for speed, memory, input and checkpoints."""
     g = p.add_argument_group("speed and memory (only --dtype changes results beyond rounding)")
-    flag(g, "tree_tokens", 16384, "most tokens per forward, to bound memory", least=1)
-    flag(g, "dtype", "auto", "auto: bf16 on a GPU, fp32 on a CPU; master weights are fp32",
-         choices=["auto", "bf16", "fp32"])
-    flag(g, "recompute", None, "1: activation checkpointing, a fifth slower; default: 1 on a GPU",
-         kind=int, choices=[0, 1], only="with --out")
-    flag(g, "compile", None, "1: torch.compile the layers and the head; default: 1 on a GPU",
-         kind=int, choices=[0, 1])
-    flag(g, "offload", 0, "1: keep weights and optimizer state in CPU memory", choices=[0, 1])
+    g.add_argument("--tree_tokens", type=int, default=16384,
+                   help="most tokens per forward, to bound memory")
+    g.add_argument("--dtype", default="auto", choices=["auto", "bf16", "fp32"],
+                   help="auto: bf16 on a GPU, fp32 on a CPU; master weights are fp32")
+    g.add_argument("--recompute", type=int, choices=[0, 1],
+                   help="1: activation checkpointing, a fifth slower; default: 1 on a GPU")
+    g.add_argument("--compile", type=int, choices=[0, 1],
+                   help="1: torch.compile the layers and the head; default: 1 on a GPU")
+    g.add_argument("--offload", type=int, default=0, choices=[0, 1],
+                   help="1: keep weights and optimizer state in CPU memory")
     g = p.add_argument_group("input and --out")
-    flag(g, "max_length", 16384, "skip turns with more tokens than this, prompt included")
-    flag(g, "save_every", 100, "steps between checkpoints", least=1, only="with --out")
+    g.add_argument("--max_length", type=int, default=16384,
+                   help="skip turns with more tokens than this, prompt included")
+    g.add_argument("--save_every", type=int, default=100, help="steps between checkpoints")
 
 
 # --- training: metrics.jsonl and the learning rate ------------------------------------------------
@@ -157,10 +166,10 @@ class RunDirectory:
 
     rows: those of metrics.jsonl, [] in a new run; the first one has all flags. step: that of the
     last checkpoint, from which a run resumes. A run that is resumed, or that is only read because
-    it is `finished`, must have the same scripts, flags and data as this command.
+    it is `finished`, must have the same scripts, flags, data and weights as this command.
     """
     MAY_CHANGE = ["out", "tree_tokens", "recompute", "compile", "offload", "save_every",
-                  "eval_every", "model"]  # of the model, begin() compares the weights
+                  "eval_every", "model"]  # of the model, check() compares the weights
 
     def __init__(self, args):
         self.args, self.out = args, args.out
@@ -184,50 +193,39 @@ class RunDirectory:
         steps = [name.removeprefix("checkpoint-") for name in names]
         return rows, max([int(step) for step in steps if step.isdecimal()], default=0)
 
-    def compare(self, facts):
-        """Exits if the run in --out has other scripts, flags, data, steps, weights or precision."""
-        old = {**self.rows[0]["args"], **self.rows[0]}
-        flags = {name: x for name, x in vars(self.args).items() if name not in self.MAY_CHANGE}
-        different = [name for name, x in {**flags, **facts}.items() if old.get(name) != x]
-        if different := changed_scripts(self.out) or ", ".join(different):
-            fail(f"the run in {self.out} has different {different}: repeat its command with its "
-                 "data, model and scripts (it has copies), or choose another --out")
-
-    def begin(self, groups, held_out, steps, **facts):
-        """Writes the first row, or checks that the run in --out has the same facts and pairs.
-
-        groups: [[Pair]] to train on; held_out: held-out [Pair]. The row stores their hash.
-        """
+    def check(self, trajectories, **facts):
+        """Exits if the run in --out has other scripts, flags, data or facts than this command."""
         if RANK:
             return
-        pairs = list(chain(*groups))
-        facts = {"steps": steps, "pairs": len(pairs), "held_out_pairs": len(held_out),
-                 "pairs_hash": digest([digest(pair) for pair in chain(pairs, held_out)]),
-                 **facts}
+        flags = {name: x for name, x in vars(self.args).items() if name not in self.MAY_CHANGE}
+        self.facts = {"data_hash": data_hash(trajectories), **facts}
         if self.rows:
-            self.compare(facts)
+            ours, theirs = flags | self.facts, self.rows[0]["args"] | self.rows[0]
+            different = [name for name in ours if theirs.get(name) != ours[name]]
+            if different := changed_scripts(self.out) or ", ".join(different):
+                fail(f"the run in {self.out} has different {different}: repeat its command with "
+                     "its data, model and scripts (it has copies), or choose another --out")
         if self.finished:
             drop_checkpoints(self.out)  # a kill may have left some
-            return say(f"{self.out} is already trained with these scripts, flags and data; choose "
-                       "another --out to train again")
-        unit = "pairs" if any(pair.rejected for pair in pairs) else "trajectories"
-        say(f"{len(pairs)} {unit}, {steps} steps")
-        self.write_first_row(facts)
-        for name in glob.glob("*.py", root_dir=HERE):
-            copy = os.path.join(self.out, name)
-            if not os.path.exists(copy):  # keep those of the first start
-                shutil.copy(os.path.join(HERE, name), copy)
+            say(f"{self.out} is already trained with these scripts, flags and data; choose another "
+                "--out to train again")
 
-    def write_first_row(self, facts):
-        """Writes metrics.jsonl anew: its rows before self.step, then a row about this start."""
+    def start(self, **numbers):
+        """Writes the first row, and copies the scripts. numbers: of pairs, steps and the like."""
+        if RANK:
+            return
         first = {"args": vars(self.args), "argv": sys.argv, "cwd": os.getcwd(),
-                 "version": version(), "world": WORLD, **facts}
+                 "version": version(), "world": WORLD, **self.facts, **numbers}
         if self.rows:
             first = {"resumed": self.step, **first}
         rows = [row for row in self.rows if row.get("step", -1) < self.step]
         with writing(self.path) as part, open(part, "w") as f:
             f.writelines(json.dumps(row) + "\n" for row in (*rows, first))
         self.file = open(self.path, "a", buffering=1)
+        for name in glob.glob("*.py", root_dir=HERE):
+            copy = os.path.join(self.out, name)
+            if not os.path.exists(copy):  # keep those of the first start
+                shutil.copy(os.path.join(HERE, name), copy)
 
     def append(self, row):
         """Appends a row to metrics.jsonl."""
@@ -263,6 +261,16 @@ def drop_checkpoints(out, keep=None):
 
 # --- ranks ----------------------------------------------------------------------------------------
 
+def cpus():
+    """Returns how many CPUs this process may use, by its affinity and its container's quota."""
+    count = len(os.sched_getaffinity(0))
+    with contextlib.suppress(OSError, ValueError):  # it may be "max"
+        with open("/sys/fs/cgroup/cpu.max") as f:
+            limit, period = f.read().split()
+        count = min(count, math.ceil(int(limit) / int(period)))
+    return count
+
+
 def init_distributed():
     """Initializes the process group, of one rank without torchrun; returns the torch.device."""
     import torch
@@ -281,7 +289,20 @@ def init_distributed():
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # else gloo listens on the network
     if not dist.is_initialized():
         dist.init_process_group(backend, timeout=timedelta(hours=1), **alone)
+        PATIENT.append(dist.new_group(backend="gloo", timeout=timedelta(days=30)))
     return device
+
+
+PATIENT = []  # the process group of from_rank_0, as rank 0 may wait for hours for stdin
+
+
+def from_rank_0(make):
+    """Returns make() of rank 0 on all ranks; only rank 0 calls it."""
+    if WORLD == 1:
+        return make()
+    made = [None if RANK else make()]
+    dist.broadcast_object_list(made, src=0, group=PATIENT[0])
+    return made[0]
 
 
 def sum_over_ranks(number):
@@ -299,33 +320,6 @@ def barrier():
     sum_over_ranks(0)
 
 
-def from_rank_0(make):
-    """Returns make() of rank 0, or raises its SystemExit, on all ranks; only rank 0 calls it."""
-    return kept_and_shared(lambda: (None, make()))[1]
-
-
-def kept_and_shared(make):
-    """Returns (kept, shared) = make() on rank 0, and (None, shared) on all others.
-
-    Only rank 0 calls make(). If that exits, all ranks do.
-    """
-    if WORLD == 1:
-        return make()
-    # create the group first: creating it times out after an hour, and make() may take longer
-    group = dist.new_group(backend="gloo", timeout=timedelta(days=30))
-    kept, shared = None, None
-    if RANK == 0:
-        try:
-            kept, shared = make()
-        except SystemExit as e:
-            shared = e
-    to_all = [shared]
-    dist.broadcast_object_list(to_all, src=0, group=group)
-    if isinstance(to_all[0], SystemExit):
-        raise to_all[0]
-    return kept, to_all[0]
-
-
 # --- records: JSON lines from stdin or a file to stdout -------------------------------------------
 
 def read_jsonl(stream, name="stdin"):
@@ -336,14 +330,19 @@ def read_jsonl(stream, name="stdin"):
             continue
         is_empty, place = False, f"{name}, line {number}"
         try:
-            record = without_surrogates(parse_json(line))
+            record = parse_json(line)
         except (ValueError, RecursionError) as e:
             fail(f"{place}: not JSON ({e}); every line must be one JSON object")
+        if SURROGATE.search(line):
+            record = without_surrogates(record)
         if not isinstance(record, dict):
             fail(f"{place}: not a JSON object")
         yield place, record
     if is_empty:
         fail(f"{name} is empty: did the previous stage fail, or was there nothing left to resume?")
+
+
+SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]|\xed[\xa0-\xbf]")  # also those of pairs
 
 
 def without_surrogates(record):
@@ -476,6 +475,11 @@ def rng(*key):
 def digest(x):
     """Returns a short hash, by value, of nested lists, tuples, numbers and strings."""
     return hashlib.sha256(ascii(x).encode()).hexdigest()[:16]
+
+
+def data_hash(trajectories):
+    """Returns a hash of what was read of a trainer's records, whatever their order."""
+    return digest(sorted(digest([t.record, t.turns()]) for t in trajectories))
 
 
 @functools.cache

@@ -58,7 +58,7 @@ from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM  # noqa: E
 import toy  # noqa: E402
 import train_critic  # noqa: E402
 import train_policy  # noqa: E402
-from model import (Turn, action_logps, all_batches, backward, head_logps, load,  # noqa: E402
+from model import (Turn, all_batches, backward, forward, head_logps, load,  # noqa: E402
                    score, turns_in)
 from plan import count_tokens, plan  # noqa: E402
 from timing import parser, ratio, show, time_alternately  # noqa: E402
@@ -143,10 +143,11 @@ def read_groups(job, folder):
     module, flags, _, _ = JOBS["critic" if job == "scoring" else job]
     args = module.get_args(["--model", folder, "--out", folder, *flags])
     with open(f"{folder}/records.jsonl") as f, patch("sys.stdin", f):
-        if module is train_policy:
-            return train_policy.prepare(args)[0]
-        _, (ref_turn_of, pairs_of, _) = train_critic.prepare(args)
-    return list(ref_turn_of) if job == "scoring" else list(pairs_of.values())
+        trajectories = module.read(args)
+    if job == "scoring":
+        return list(module.ref_turns(trajectories))
+    ref_logps = [{}] if module is train_policy else []  # no job has --logprob_weight
+    return module.make_pairs(args, trajectories, *ref_logps)[0]
 
 
 @torch.no_grad()
@@ -177,9 +178,10 @@ def loss_of(job, pairs, logps, ref, batch):
 
 def our_step(model, job, batch, ref):
     """Runs a step like the trainers. The loss is the same on all ranks."""
-    logps = action_logps(model, turns_in(batch), TREE_TOKENS)
+    logps, trees = forward(model, turns_in(batch), TREE_TOKENS)
     loss = loss_of(job, batch, logps, ref, batch)
-    backward(model, loss)
+    loss.backward()
+    backward(model, trees)
     return loss.item()
 
 
@@ -385,14 +387,16 @@ class Bench:
         def results(dtype, separate):
             """Returns ([log-probs], [gradients]). separate: one forward per turn, no tree."""
             model, _ = load(self.folder, self.device, dtype)
+            trees = []
             if separate:
                 with without_trees(model):
                     logps = [model(pad([p + a], self.device))[0, len(p) - 1:] for p, a in turns]
             else:
-                by_turn = action_logps(model, turns)
+                by_turn, trees = forward(model, turns)
                 logps = [by_turn[turn] for turn in turns]
             logps = torch.cat(logps)
-            backward(model, logps.mean())
+            logps.mean().backward()
+            backward(model, trees)
             return [logps.detach().cpu()], [p.grad for p in model.parameters()]
 
         expected, errors = results("fp32", True), {}

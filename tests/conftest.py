@@ -203,12 +203,17 @@ def stdin_of(given):
 
 def read_by(given, trainer, *flags):
     """(groups of pairs, pairs held out) that a trainer makes of records."""
+    import model  # here, because it takes seconds
     args = trainer.get_args([*map(str, flags), "--out", "x"])
     with stdin_of(given):
-        if trainer.__name__ == "train_policy":
-            return trainer.prepare(args)
-        _, (_, pairs_of, held_out) = trainer.prepare(args)
-        return list(pairs_of.values()), held_out
+        trajectories = trainer.read(args)
+    if trainer.__name__ == "train_policy":
+        pi_ref = model.load(args.model)[0] if args.logprob_weight else None
+        ref_logps = trainer.candidate_logps(args, trajectories, pi_ref)
+        groups, held_out = trainer.make_pairs(args, trajectories, ref_logps)
+    else:
+        groups, held_out = trainer.make_pairs(args, trajectories)
+    return [pairs for _, pairs in groups], held_out
 
 
 def key_of(record):

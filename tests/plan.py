@@ -42,7 +42,7 @@ from transformers import AutoModelForCausalLM  # noqa: E402
 import model as M  # noqa: E402
 from colbench import environment, read_records  # noqa: E402
 from collect import human_prompt  # noqa: E402
-from model import (all_batches, find_model, partition,  # noqa: E402
+from model import (all_batches, find_model, load, partition,  # noqa: E402
                    sorted_with_prefix_lengths, turns_in)
 from utils import fail, fail_on_error, say  # noqa: E402
 
@@ -224,16 +224,19 @@ def plan(args, gpus, config, batches, ref_turns, critic_turns=()):
 
 
 def read_stdin(name, args):
-    """Returns (the model's config, [[Pair]], turns for pi_ref, turns for the critic)."""
+    """Returns (the model's config, groups of pairs, turns for pi_ref, turns for the critic)."""
     trainer = import_module(name)
+    trajectories, critic_turns = trainer.read(args), []
     if name == "train_critic":
-        _, (ref_turn_of, pairs_of, _) = trainer.prepare(args)
-        groups = list(pairs_of.values())
+        groups, _ = trainer.make_pairs(args, trajectories)
+        ref_turn_of = trainer.ref_turns(trajectories)
         ref_turns, critic_turns = list(ref_turn_of.values()), list(ref_turn_of)
     else:
-        groups, held = trainer.prepare(args)
-        critic_turns = []
-        ref_turns = turns_in(chain(*groups, held)) if args.loss != "rft" else []
+        model = load(args.model)[0] if args.logprob_weight else None
+        ref_logps = trainer.candidate_logps(args, trajectories, model)
+        groups, held = trainer.make_pairs(args, trajectories, ref_logps)
+        pairs = chain(*(pairs for _, pairs in groups), held)
+        ref_turns = {*turns_in(pairs), *ref_logps} if args.loss != "rft" else []
     return find_model(args.model)[2], groups, ref_turns, critic_turns
 
 

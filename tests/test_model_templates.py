@@ -12,7 +12,7 @@ from tokenizers import (AddedToken, Tokenizer, decoders, models, pre_tokenizers,
 from transformers import PreTrainedTokenizerFast
 
 import model as M
-from conftest import dialogue, turns_of as turns_in_record
+from conftest import dialogue, plain_ids, turns_of as turns_in_record
 
 # The documented formats. name: (control tokens, the beginning of text first; template; end of turn)
 TEMPLATES = {
@@ -239,8 +239,10 @@ def test_the_action_is_what_was_sampled():
     (_, action), (later, _) = turns_of(tokenizer, history)
     assert tokenizer.decode(action) == history[1]["output"] + "<|eot_id|>"
     assert "let me think" not in tokenizer.decode(later)
-    history[1]["token_ids"] = [1, 2, 3]
-    assert turns_of(tokenizer, history)[0][1] == [1, 2, 3]
+    history[1] |= {"content": "the fee", "output": "let me think OUTPUT: the fee"}
+    letters = [i for c in history[1]["output"] for i in plain_ids(tokenizer, c)]
+    history[1]["token_ids"] = letters
+    assert turns_of(tokenizer, history)[0][1] == letters  # no end is added
 
 
 def test_what_the_critic_and_its_reference_read():

@@ -5,11 +5,13 @@ from unittest.mock import patch
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
 
 import model as M
 import train_policy
-from conftest import change_weights, lines, read_by, records, stdin_of, succeed
+from conftest import change_weights, lines, plain_ids, read_by, records, stdin_of, succeed
 from experiments import pairs, preferences
+from test_model import separate
 
 SENTENCES = ["which rate?", "what is the fee?", "which cap do you want?", "which op?", "what?",
              "def pay(x, rate=4): return x * rate", "which color?", "rate=4?", "and the unit?"]
@@ -53,29 +55,31 @@ def turn_of(tokenizer, line, side):
 @pytest.mark.parametrize("flags", [[], ["--pairs_per_turn", 2, "--seed", 1],
                                    ["--logprob_weight", 0.2, "--pairs_per_turn", 1]])
 def test_its_pairs_are_those_that_the_trainer_draws(flags, scored, tiny_dir):
-    """As the records say: of one turn, the higher score chosen and not cut, that much higher."""
+    """As the records say: of one turn, the higher score chosen and not cut."""
     tokenizer = M.find_model(tiny_dir)[1]
     made = written(scored, "--model", tiny_dir, *flags)
     groups, _ = read_by(scored, train_policy, "--model", tiny_dir, *flags)
-    drawn = [(*pair.chosen, *pair.rejected, round(pair.gap, 6)) for of in groups for pair in of]
+    drawn = [(*pair.chosen, *pair.rejected) for of in groups for pair in of]
     assert len(drawn) > 20
-    assert drawn == [(turn_of(tokenizer, line, "chosen"), turn_of(tokenizer, line, "rejected"),
-                      line["gap"]) for line in made]
+    assert drawn == [(turn_of(tokenizer, line, "chosen"), turn_of(tokenizer, line, "rejected"))
+                     for line in made]
     weight = dict(zip(flags[::2], flags[1::2])).get("--logprob_weight", 0)
-    possible = set()
+    possible, lm = set(), AutoModelForCausalLM.from_pretrained(tiny_dir)
     for record in scored:
         for history, (_, *candidates) in M.turn_actions(record):
-            values = [(c["output"], c["advantage"] + weight * c["logprob"], c.get("cut", False))
-                      for c in candidates if "advantage" in c]
+            prompt = M.packed(M.render(tokenizer, history))
+            logps = separate(lm, [(prompt, "".join(map(chr, c["token_ids"]))) for c in candidates])
+            values = [(c["output"], c["advantage"] + weight * logp.sum().item(), c.get("cut"))
+                      for c, logp in zip(candidates, logps) if "advantage" in c]
             prompt = json.dumps([m["content"] for m in history])
-            possible |= {(record["task"]["id"], prompt, a, b, round(high - low, 6))
+            possible |= {(record["task"]["id"], prompt, a, b)
                          for a, high, cut in values for b, low, _ in values
                          if high > low and not cut}
     for line in made:
         texts = [m["content"] for m in line["prompt"]]
         assert line["prompt"][-1]["role"] == "user" and len(line["chosen"]) == 1
         assert (line["task"], json.dumps(texts), line["chosen"][0]["content"],
-                line["rejected"][0]["content"], line["gap"]) in possible
+                line["rejected"][0]["content"]) in possible
 
 
 def test_its_lines_are_preferences_which_the_trainer_reads_again(scored, tiny_dir):
@@ -115,10 +119,13 @@ def test_other_pairs_are_refused(flags):
 
 
 def test_two_equal_texts_are_no_pair_and_a_file_without_pairs_is_an_error(scored, tiny_dir, capsys):
+    r, tokenizer = random.Random(0), M.find_model(tiny_dir)[1]
     for record in scored:
         for _, (_, *candidates) in M.turn_actions(record):
             for c in candidates:
-                c["output"] = "which rate?"
+                c["output"], at = "which rate?", r.randrange(11)
+                c["token_ids"] = [i for part in (c["output"][:at], c["output"][at:])
+                                  for i in plain_ids(tokenizer, part)]  # some of other tokens
     with pytest.raises(SystemExit, match=f"error: no pairs in {len(scored)} records: no turn has"):
         written(scored, "--model", tiny_dir)
     assert "pairs have two equal texts and are left out (the first: the task" in (

@@ -80,7 +80,8 @@ def without(x, names):
 
 @pytest.mark.parametrize("command, sets", [
     ("collect.py --model MODEL --candidates 1 --max_tokens 5", {"candidates"}),
-    ("train_critic.py --score MODEL --model MODEL --ref_context agent", {"advantage"}),
+    ("train_critic.py --score MODEL --model MODEL --ref_context agent",
+     {"advantage", "value"}),
     ("colbench.py grade", {"reward", "reward_by", "tests"})])
 def test_a_stage_changes_nothing_but_its_own_fields(command, sets, ranked, tiny_dir):
     """One line in, one line out; what no stage knows survives everywhere."""
@@ -164,7 +165,6 @@ COMPLAINTS = [  # command, its stdin, a part of the line that says what is wrong
     ("train_critic.py --out x --epoch 1", "", "--epoch 1"),  # no abbreviations
     ("train_critic.py --model MODEL", ONCE, "no task has a pair"),
     ("train_critic.py --out x --model MODEL", SILENT, "line 1: dialogue_history has no message"),
-    ("train_policy.py --model MODEL --loss mtdpo", ONCE, "nothing to train on"),
     ("collect.py --model no/such --human fixed:no", BARE, "no model at 'no/such'"),
     ("collect.py --model MODEL", " \n", "stdin is empty"),
     ("collect.py --model MODEL", ONCE, "already has a dialogue"),

@@ -10,6 +10,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import torch
 
 import train_policy
 from colbench import BROWSERS
@@ -96,8 +97,9 @@ def test_the_halves_are_those_of_which_train_policy_draws(seed, report):
         del c["advantage"]
     args = SimpleNamespace(logprob_weight=weight, seed=0, pairs_per_turn=1000)
     actions = [Action(c, Turn("", chr(c["token_ids"][0])), None) for c in candidates]
+    logps = {a.turn: torch.tensor([a.fields["logprob"]]) for a in actions}
     drawn = {tuple(ord(side[0][1]) for side in (pair.chosen, pair.rejected))
-             for pair in train_policy.candidate_pairs(args, actions)}
+             for pair in train_policy.candidate_pairs(args, actions, logps)}
     ranked, n = report.ranked(candidates, weight)
 
     def value(c):

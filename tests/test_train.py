@@ -18,6 +18,7 @@ from collections import Counter
 from itertools import chain, product
 from pathlib import Path
 from types import SimpleNamespace
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -34,6 +35,7 @@ from colbench import (agent_messages, first_message, hidden_information, read_re
 from conftest import (CPU, ROOT, actions, change_weights, complaint, copy_scripts, demos,
                       descendants, gone, lines, metrics, plain_ids, read_by, records,
                       script, stdin_of, steps, succeed, uncut, until, weights)
+from experiments import choose_critic
 from model import Action, Pair, Trajectory
 from test_model import FAMILIES, SLOW, save_strong, separate
 
@@ -95,6 +97,50 @@ def test_the_learning_rate_warms_up_also_where_steps_are_few():
         assert got[-1] >= 0.1 and (steps < 50 or got[-1] < 0.11)
 
 
+def test_the_constants_of_training_are_these_numbers(rewarded, tiny_dir, tmp_path):
+    """A quarter of the decay is at 0.868 of the peak. Without a gradient no weight moves."""
+    assert utils.lr_at(3 + 25, 103, 2.0) == pytest.approx(2 * 0.868198, rel=1e-6)
+    epochs = [train_policy.get_args(["--loss", loss]).epochs for loss in ("dpo", "mtdpo", "rft")]
+    assert epochs == [1, 4, 4] and train_critic.get_args([]).epochs == 4
+    sizes = [train_policy.get_args(["--loss", loss]).batch_size for loss in ("dpo", "rft")]
+    assert sizes == [8, 32] and train_critic.get_args([]).batch_size == 8
+    out = tmp_path / "out"
+    succeed("train_critic.py", "--model", tiny_dir, "--beta", 0, "--nll_coef", 0, "--lr", 0.5,
+            "--epochs", 2, "--out", out, stdin=rewarded)
+    got, base = weights(out), weights(tiny_dir)
+    assert all(got[name].equal(base[name]) for name in base) and len(steps(out)) > 1
+
+
+@pytest.mark.parametrize("trainer", [train_critic, train_policy])
+def test_adam_is_called_with_these_numbers(trainer, ranked, tiny_dir, tmp_path, capfd):
+    flags = ["--model", str(tiny_dir), "--out", str(tmp_path), "--lr", "0.125"]
+    with (patch.object(torch.optim, "AdamW", side_effect=InterruptedError) as adam,
+          stdin_of(ranked), pytest.raises(InterruptedError)):
+        trainer.main(trainer.get_args(flags))
+    assert adam.call_args.kwargs == {"lr": 0.125, "betas": (0.9, 0.95), "weight_decay": 0.0,
+                                     "fused": True}
+
+
+def test_a_checkpoint_is_dropped_only_when_the_next_one_is_whole(tiny_dir, tmp_path):
+    model, _ = M.load(tiny_dir)
+    optimizer = torch.optim.AdamW(model.parameters())
+    M.save_checkpoint(model, optimizer, str(tmp_path), 1)
+    before = contents(tmp_path / "checkpoint-1")
+    with patch.object(M.dcp, "save", side_effect=OSError("no space")), pytest.raises(OSError):
+        M.save_checkpoint(model, optimizer, str(tmp_path), 2)
+    assert before and contents(tmp_path / "checkpoint-1") == before
+    M.save_checkpoint(model, optimizer, str(tmp_path), 3)
+    assert os.listdir(tmp_path) == ["checkpoint-3"]
+
+
+def test_every_special_token_ends_a_sampled_message(collected, tiny_dir):
+    """An untrained model samples each token, and those that are special only at the end."""
+    special = M.special_ids(M.find_model(tiny_dir)[1])
+    sampled = [x["token_ids"] for r in records(collected) for x in actions(r)]
+    assert not special & {i for ids in sampled for i in ids[:-1]}
+    assert len(special & {ids[-1] for ids in sampled}) > 1
+
+
 # --- pairs ----------------------------------------------------------------------------------------
 
 def trajectory(i, task, reward, too_long=False):
@@ -122,10 +168,9 @@ def test_pairs_of_trajectories_are_those_of_two_loops():
                 assert not M.trajectory_pairs(given, least)
                 continue
             groups = M.trajectory_pairs(given, least).values()
-            pairs = [(pair.chosen[0][0][1], pair.rejected[0][0][1], pair.gap)
+            pairs = [(pair.chosen[0][0][1], pair.rejected[0][0][1])
                      for group in groups for pair in group]
-            assert sorted((i, j) for i, j, _ in pairs) == sorted(want)
-            assert all(gap == pytest.approx((tenths[i] - tenths[j]) / 10) for i, j, gap in pairs)
+            assert sorted(pairs) == sorted(want)
             assert all(len({task[pair.chosen[0][0][1]] for pair in g}) == 1 for g in groups)
 
 
@@ -134,34 +179,35 @@ def candidate(i, advantage, logprob=0, **fields):
 
 
 def test_candidate_pairs_are_distinct_ones_of_the_upper_half_against_the_lower():
-    """By advantage + weight * log-prob, as many as there are up to --pairs_per_turn. The middle is
+    """By advantage + weight * sum of pi_ref's log-probs, up to --pairs_per_turn. The middle is
     in neither half, what is too long is left out, and what is cut is not chosen.
     """
     r, counts = random.Random(0), Counter()
 
     def draw(candidates, n=1, weight=0, seed=0):
         args = SimpleNamespace(pairs_per_turn=n, logprob_weight=weight, seed=seed)
-        return train_policy.candidate_pairs(args, candidates)
+        ref_logps = {c.turn: torch.tensor([c.fields["logprob"] - 1, 1.0], dtype=torch.float64)
+                     for c in candidates if c.turn}
+        return train_policy.candidate_pairs(args, candidates, ref_logps)
 
     for seed in range(600):
         weight = r.choice([0, 0.1])
-        given = [candidate(i, r.gauss(0, 1), 9 * r.gauss(0, 1), cut=r.random() < 0.1)
+        logprobs = [9 * r.gauss(0, 1) for _ in range(7)]
+        given = [candidate(i, r.gauss(0, 1), logprobs[i], cut=r.random() < 0.1)
                  for i in range(r.randrange(7)) for _ in range(r.randint(1, 3))]
         r.shuffle(given)
         value = lambda c: c.fields["advantage"] + weight * c.fields["logprob"]
         ranked, half = sorted(given, key=value), len(given) // 2
-        possible = {}  # {pair: the gaps of its copies}
-        for high, low in product(ranked[len(given) - half:], ranked[:half]):
-            if high.turn != low.turn and not high.fields["cut"]:
-                gaps = possible.setdefault(((high.turn,), (low.turn,)), [])
-                gaps.append(value(high) - value(low))
+        possible = {((high.turn,), (low.turn,))
+                    for high, low in product(ranked[len(given) - half:], ranked[:half])
+                    if high.turn != low.turn and not high.fields["cut"]}
         for n in 1, 4, 99:
             pairs = draw([*given, candidate(9, 9.0, 0.0)._replace(turn=None)], n, weight, seed)
-            assert len({pair[:2] for pair in pairs}) == len(pairs) == min(n, len(possible))
-            assert all(pair.gap in possible[pair[:2]] for pair in pairs)
+            assert len({*pairs}) == len(pairs) == min(n, len(possible))
+            assert {*pairs} <= possible
             assert pairs == draw(given[::-1], n, weight, seed)
         (pair,) = draw([candidate(i, i) for i in range(4)], seed=seed)
-        counts[pair[:2]] += 1
+        counts[pair] += 1
     assert len(counts) == 4 and all(110 < n < 190 for n in counts.values())  # equally often
     assert not draw([candidate(i, 0.5) for i in range(4)])  # the critic does not tell them apart
 
@@ -174,7 +220,7 @@ def test_mix_adds_the_pairs_of_mtdpo_per_pair_of_candidates(tiny_dir):
         t.actions.append(t.actions[0])
     for mix, n in ((0, 0), (0.05, 2), (0.25, 10), (1, 40)):
         args = train_policy.get_args(["--out", "x", "--mix", str(mix), "--model", str(tiny_dir)])
-        groups = [pairs for _, pairs in train_policy.make_groups(args, given)]
+        groups = [pairs for _, pairs in train_policy.make_groups(args, given, {})]
         assert [len(pairs) for pairs in groups[:5]] == 5 * [8]  # a trajectory's stay together
         added = [(p.chosen[0][0][1], p.rejected[0][0][1]) for g in groups[5:] for p in g]
         assert sorted(added) == sorted(n // 2 * [(2, 0), (2, 4)])
@@ -191,11 +237,71 @@ def test_candidates_without_ids_are_read_as_text(rewarded, tiny_dir):
     end = M.text_ids(tokenizer, M.end_of_message(tokenizer))
     ids = {M.packed(plain_ids(tokenizer, c["output"])) + end for c in candidates}
     assert {action for group in make()[0] for _, action in M.turns_in(group)} <= ids
-    message, other = agent_messages(rewarded[0])[0], "not of this --model's tokenizer"
-    del message["candidates"]
-    message["token_ids"] = [i - 1 for i in message["token_ids"]]  # in a vocabulary, but another one
-    with pytest.raises(SystemExit, match=other):
-        make()
+
+
+def test_what_is_trained_is_what_was_shown(rewarded, tiny_dir, capsys):
+    """The sampled tokens of an untouched message or candidate. After an edit of its text or its
+    ids, or with a special token inside, the tokens of the text, as if there had been no others.
+    """
+    r, tokenizer = random.Random(0), M.find_model(tiny_dir)[1]
+    end = M.text_ids(tokenizer, M.end_of_message(tokenizer))
+    args = SimpleNamespace(model=tiny_dir, max_length=9999)
+    words, wanted, n_changed = ["rate", " fee", "what", " is"], [], 0
+    for record in rewarded:
+        for history, found in M.turn_actions(record):
+            for x in found:
+                ids = [*plain_ids(tokenizer, "".join(r.choices(words, k=3))), ord(end[-1])]
+                x["token_ids"] = ids
+                x["output"] = tokenizer.decode(x["token_ids"], skip_special_tokens=True)
+                if x is found[0]:
+                    x["content"] = x["output"].strip()
+                change = r.choice(["", "output", "content", "ids", "special"])
+                text = x["output"]
+                if change == "output":
+                    text = x["output"] = "edited " + text
+                    if x is found[0]:
+                        x["content"] = text
+                elif change == "content" and x is found[0]:
+                    text = x["content"] = "edited " + text
+                elif change == "ids":
+                    x["token_ids"][0] = len(tokenizer) + r.randrange(9)  # of another model
+                elif change == "special":
+                    x["token_ids"].insert(1, r.choice(sorted(M.special_ids(tokenizer))))
+                else:
+                    change = ""
+                n_changed += bool(change)
+                wanted.append(M.packed(plain_ids(tokenizer, text.strip())) + end if change
+                              else M.packed(x["token_ids"]))
+    with stdin_of(rewarded):
+        read = M.read_trajectories(args, pi_reads_c=False, ref_reads_c=False)
+    got = [x.turn.action for t in read for found in t.actions for x in found]
+    assert [tokenizer.decode([*map(ord, x)]).strip() for x in got] == [
+        tokenizer.decode([*map(ord, x)]).strip() for x in wanted]
+    assert f"{n_changed} messages or candidates have token_ids of another text" in (
+        capsys.readouterr().err)
+    assert 20 < n_changed < len(wanted) - 20
+
+
+def test_no_trajectory_learns_a_truncated_message(rewarded, tiny_dir):
+    """It has no end token. Others of its trajectory are trained; without any there are no pairs."""
+    tokenizer = M.find_model(tiny_dir)[1]
+    for seed in range(10):
+        r, kept, truncated = random.Random(seed), 0, set()
+        given = records(lines(rewarded))
+        for record in given:
+            for m in agent_messages(record):
+                if r.random() < 0.4:
+                    m["token_ids"] = [*(i for i in m["token_ids"] if i > 9), 99]
+                    m["output"] = tokenizer.decode(m["token_ids"])
+                    m["content"], m["cut"] = m["output"].strip(), True
+                    truncated.add(M.packed(m["token_ids"]))
+            kept += any(not m.get("cut") for m in agent_messages(record))
+        made = [read_by(given, train_policy, "--model", tiny_dir, *flags)[0] for flags in (
+            ["--loss", "rft", "--all", 1], ["--loss", "mtdpo", "--min_gap", 0])]
+        made.append(read_by(given, train_critic, "--model", tiny_dir, "--min_gap", 0)[0])
+        for groups in made:
+            assert truncated.isdisjoint(turn.action for g in groups for turn in M.turns_in(g))
+        assert sum(map(len, made[0])) == kept
 
 
 @pytest.mark.parametrize("trainer, flags", [
@@ -292,7 +398,7 @@ def test_a_finished_critic_finds_its_reference_and_takes_no_other(rewarded, tiny
     done = succeed("train_critic.py", *flags, stdin=rewarded, cwd=tmp_path / "runs")
     first = records(done.stdout)
     assert any(x["advantage"] for r in first for x in actions(r))
-    assert "pair accuracy" in done.stderr
+    assert "trajectory pairs correctly (tasks: all)" in done.stderr
     base, out = tmp_path / "runs" / "base", tmp_path / "runs" / "c"
     score = ["train_critic.py", "--score", out]
     for r in first + rewarded:
@@ -340,20 +446,22 @@ def test_rewards_of_two_graders_are_noted(ranked, tiny_dir, capsys):
 
 
 @pytest.fixture(scope="module")
-def data(collected):
+def data(collected, tiny_dir):
     """8 episodes of 1 to 4 turns, with advantages, as text; of each task sample 0 is solved."""
-    r, rs = random.Random(0), records(collected)
+    r, rs, tokenizer = random.Random(0), records(collected), M.find_model(tiny_dir)[1]
     for n, record in enumerate(rs):
         history = record["dialogue_history"]
         del history[len(history) - 2 * (n % 3):]
         record["reward"] = 1.0 if record["sample"] == 0 else 0.3
         for m in agent_messages(record):
-            m["content"] = m["content"][:r.randrange(10, 40)]
-            del m["logprobs"]  # the ids below do not spell its output
+            del m["logprobs"]
             for c in m["candidates"]:
                 c["advantage"] = r.gauss(0, 1)
         for x in actions(record):
-            x["token_ids"] = x["token_ids"][:r.randrange(5, 40)]
+            x["token_ids"] = [i for i in x["token_ids"] if i > 9][:r.randrange(5, 40)] or [99]
+            x["output"] = tokenizer.decode(x["token_ids"])
+        for m in agent_messages(record):
+            m["content"], _ = colbench.read_action(m["output"], last=False)
     return lines(uncut(rs))
 
 
@@ -407,6 +515,7 @@ def same_to_rounding(whole, out, stdout):
     for a, b in zip(got, want, strict=True):
         for x, y in zip(actions(a), actions(b), strict=True):
             assert abs(x.pop("advantage") - y.pop("advantage")) < 1e-5
+        assert abs(a.pop("value") - b.pop("value")) < 1e-4
     assert got == want  # nothing else changed, the order neither
 
 
@@ -450,7 +559,8 @@ def test_a_run_is_a_plain_loop_over_separate_forwards(job, whole, command, data,
         return sum(loss(args, pair, logps, ref)[0] for pair in pairs) / len(pairs)
 
     optimizer = torch.optim.AdamW(pi.parameters(), betas=(0.9, 0.95), weight_decay=0)
-    batches = M.all_batches(groups, args.batch_size, args.epochs, args.seed)
+    batches = M.all_batches([("a task", pairs) for pairs in groups], args.batch_size, args.epochs,
+                            args.seed)
     made, last = steps(whole(job)[0]), len(batches) - 1
     measured = {row["step"]: row["held_out_loss"] for row in metrics(whole(job)[0])
                 if "held_out_loss" in row}
@@ -646,7 +756,7 @@ def test_a_finished_run_is_only_read_and_what_is_no_run_never_removed(job, whole
     (False, ["--lr", 3], ("", ""), "different lr"),
     (True, ["--dtype", "bf16"], ("", ""), "different dtype"),
     (True, ["--eval_every", 7], ('"content": "write', '"content": "Write'),
-     "different pairs_hash"),
+     "different data_hash"),
     (False, ["--model", "OTHER"], ("", ""), "different model_weights")])
 def test_only_the_same_run_goes_on(finished, flags, change, message, killed, whole, command, data,
                                    tiny_dir, tmp_path):
@@ -742,45 +852,103 @@ def scored_trajectories(r, n):
             logps[turn], ref[turn] = (torch.tensor([r.choice([-0.5, -1.0, -2.0]) for _ in turn[1]])
                                       for _ in range(2))
         task = r.choice("abc")
-        record = {"task": {"problem_description": task, "id": i},
+        record = {"task": {"problem_description": task, "id": f"another id of {task}"},
                   "reward": r.choice([0.5, 0.7, 1.0]), "sample": i}
         given.append(Trajectory(task, record, [[Action({}, x, x)] for x in turns]))
     return given, logps, ref
 
 
-def test_pair_accuracy_is_that_of_a_plain_loop_over_pairs(tmp_path, capsys):
-    """Of tasks that the critic did not train on. A tie counts half."""
-    r, run = random.Random(0), str(tmp_path)
-    trained_on = [colbench.content_hash({"problem_description": "a"})]  # the ids are other ones
-    (tmp_path / "metrics.jsonl").write_text(lines([{"args": {}, "tasks": trained_on}]))
-    for out, score, least in (run, None, None), (None, run, None), (None, "gone", 0.3):
-        tasks = "bc" if run in (out, score) else "abc"
-        for _ in range(20):
-            given, logps, ref = scored_trajectories(r, 18)
-            values = [(t.task, t.record["reward"], sum((logps[turn] - ref[turn]).mean().item()
-                                                       for turn in t.turns()))
-                      for t in given if t.task in tasks]
-            first = {task: n for n, (task, reward, _) in reversed([*enumerate(values)])
-                     if reward == 1}  # the first solved one of each task
-            correct = [0.5 if abs(a - b) < 1e-6 else a > b
-                       for n, (task, high, a) in enumerate(values) for other, low, b in values
-                       if task == other and (first.get(task) == n and low < 1 if least is None
-                                             else high - low > least - 0.01)]
-            args = SimpleNamespace(out=out, score=score, min_gap=least, beta=1.0, nll_coef=0.0)
-            train_critic.print_pair_accuracy(args, given, logps, ref)
-            share = sum(correct) / len(correct)
-            said = capsys.readouterr().err
-            assert said == (f"pair accuracy {100 * share:.1f} % ({len(correct)} pairs of tasks "
-                            "that the critic was not trained on)\n")
+@pytest.mark.parametrize("beta", [1e-5, 1e-4, 1.0])
+def test_accuracy_does_not_depend_on_beta(beta):
+    """Nor does a loss of DPO's; the margin does."""
+    given, logps, ref = scored_trajectories(random.Random(0), 18)
+    pairs = [*chain(*M.trajectory_pairs(given, 0).values())]
+    for trainer, of_tokens in (train_critic, statistics.fmean), (train_policy, sum):
+        args = SimpleNamespace(loss="dpo", beta=beta, nll_coef=0)
+        values = [[sum(of_tokens((logps[turn] - ref[turn]).tolist()) for turn in side)
+                   for side in pair] for pair in pairs]
+        want = statistics.fmean(0.5 if abs(a - b) < 1e-4 else a > b for a, b in values)
+        _, metrics = trainer.batch_loss(args, pairs, logps, ref)
+        assert metrics["accuracy"] == pytest.approx(want)
+        margin = statistics.fmean(a - b for a, b in values)
+        assert metrics["margin"] == pytest.approx(beta * margin, rel=1e-5)
 
 
-def test_a_critic_without_pairs_to_judge_it_by_says_so(capsys):
-    given, logps, ref = scored_trajectories(random.Random(0), 9)
-    args = SimpleNamespace(out=None, score="gone", min_gap=None, beta=1.0, nll_coef=0.0)
+def scored_records(r, n):
+    """([Trajectory], their records with values) of scored_trajectories."""
+    given, logps, ref = scored_trajectories(r, n)
+    train_critic.add_scores(given, logps, ref)
     for t in given:
-        t.record["reward"] = 0.5
-    train_critic.print_pair_accuracy(args, given, logps, ref)
-    assert capsys.readouterr().err.startswith("no pair accuracy: no task that the critic")
+        t.record["task"]["ground_truth"] = "def f(): 0"
+        t.record["dialogue_history"] = [
+            m for turn, (message,) in zip(t.turns(), t.actions)
+            for m in ({"role": "user", "content": "go on"},
+                      {"role": "assistant", "content": f"{turn}", **message.fields})]
+    return given, [t.record for t in given]
+
+
+def ordered_by_a_plain_loop(rs, least):
+    """How many of the trajectory pairs of records the sums of their advantages order, and of how
+    many.
+    """
+    values = [(r["task"]["problem_description"], r["reward"],
+               sum(m["advantage"] for m in agent_messages(r))) for r in rs]
+    first = {task: n for n, (task, reward, _) in reversed([*enumerate(values)])
+             if reward == 1}  # the first solved one of each task
+    right = [0.5 if abs(a - b) < 1e-4 else a > b
+             for n, (task, high, a) in enumerate(values) for other, low, b in values
+             if task == other and (first.get(task) == n and low < 1 if least is None
+                                   else high - low > least - 0.01)]
+    return sum(right), len(right)
+
+
+def test_ordered_pairs_are_those_of_a_plain_loop_also_in_choose_critic(tmp_path, capsys):
+    """Of all tasks, and of those that the critic was not trained on: their ids are other ones. A
+    tie counts half. choose_critic.py reads the same numbers from the written records.
+    """
+    r, trained_on = random.Random(0), [colbench.content_hash(
+        {"problem_description": "a", "ground_truth": "def f(): 0"})]
+    for least in (None, 0.3) * 10:
+        given, rs = scored_records(r, 18)
+        unseen = [x for x in rs if x["task"]["problem_description"] != "a"]
+        train_critic.print_ordered_pairs(given, least, trained_on)
+        counts = [ordered_by_a_plain_loop(some, least) for some in (rs, unseen)]
+        assert capsys.readouterr().err == (
+            "the critic orders {:g} of {} trajectory pairs correctly (tasks: all)\n"
+            "the critic orders {:g} of {} trajectory pairs correctly (tasks: that it was not "
+            "trained on)\n".format(*counts[0], *counts[1]))
+        written = [choose_critic.as_trajectory(record) for record in records(lines(rs))]
+        assert train_critic.ordered_pairs(written, least) == pytest.approx(counts[0])
+
+
+def test_critics_are_chosen_by_the_same_pairs_or_not_at_all(tmp_path, capsys):
+    r, args = random.Random(1), SimpleNamespace(files=["0", "1"], min_gap=0)
+    with contextlib.chdir(tmp_path):
+        def choose(*files):
+            for name, rs in zip("01", files):
+                Path(name).write_text(lines(rs))
+            choose_critic.main(args)
+            return int(capsys.readouterr().out)
+
+        for _ in range(10):
+            _, rs = scored_records(r, 12)
+            others = records(lines(rs))
+            for record in others:
+                for m in agent_messages(record):
+                    m["advantage"] = r.gauss(0, 1)
+                record["value"] = sum(m["advantage"] for m in agent_messages(record))
+            ordered = [ordered_by_a_plain_loop(some, 0)[0] for some in (rs, others)]
+            assert choose(rs, r.sample(others, 12)) == (ordered[1] > ordered[0])
+            i, again = r.randrange(12), records(lines(others))
+            again[i]["dialogue_history"][1]["content"] += "x"
+            unscored = records(lines(others))
+            del unscored[i]["value"], unscored[i]["dialogue_history"][1]["advantage"]
+            rewarded = records(lines(others))
+            rewarded[i]["reward"] = 0.6
+            more = [*others, others[0] | {"sample": 99}]
+            for wrong in others[1:], more, again, unscored, rewarded:
+                with pytest.raises(SystemExit, match="0 and 1 do not belong together"):
+                    choose(rs, wrong)
 
 
 def test_an_edited_value_of_a_trajectory_is_that_of_the_loss_and_of_both_accuracies(data, command,
@@ -800,9 +968,9 @@ def test_an_edited_value_of_a_trajectory_is_that_of_the_loss_and_of_both_accurac
         out = tmp_path / f"out{len(found)}"
         done = succeed(script_file, *command("critic", out)[1:], stdin=data)
         *_, last, _ = metrics(out)
-        printed = re.search(r"pair accuracy (.*?) % \((\d+) pairs", done.stderr)
-        assert printed[1] == f"{100 * last['held_out_accuracy']:.1f}"
-        assert int(printed[2]) == metrics(out)[0]["held_out_pairs"]
+        printed = re.search(r"orders (\S+) of (\d+) .* \(tasks: that it was not", done.stderr)
+        n = metrics(out)[0]["held_out_pairs"]
+        assert int(printed[2]) == n and float(printed[1]) == n * last["held_out_accuracy"]
         again = succeed(script_file, "--score", out, stdin=data)
         assert printed[0] in again.stderr and again.stdout == done.stdout
         found.append(([row["margin"] for row in steps(out)], last["held_out_margin"]))
@@ -840,13 +1008,14 @@ def test_the_first_solved_trajectory_is_the_same_whatever_the_order_of_seeds(ran
 
 @pytest.mark.parametrize("flags", [[], ["--loss", "rft"]])
 @pytest.mark.parametrize("trainer", [train_critic, train_policy])
-def test_a_run_without_a_step_is_refused(trainer, flags, capsys):
+def test_a_run_without_a_step_is_refused(trainer, flags):
     """It would save the base as a trained model."""
     flags = flags if trainer is train_policy else []
     for epochs in 0, -1:
-        with pytest.raises(SystemExit):
-            trainer.get_args([*flags, "--epochs", str(epochs)])
-        assert f"--epochs: {epochs} is not in [1, inf]" in capsys.readouterr().err
+        args = trainer.get_args([*flags, "--epochs", str(epochs)])
+        for size in (args.batch_size, 0, -1):
+            with pytest.raises(AssertionError):
+                M.all_batches([("a", [Pair((), ())])], size, args.epochs if size > 0 else 1, 0)
 
 
 def test_rewards_that_round_to_1_or_0_are_these(tiny_dir):

@@ -129,7 +129,7 @@ EDITS = {  # {function: (command, file, what the edit changes, to what)}
                      "prompt = prompt_ids(pi_reads_d)"),
     "forward": (POLICY, "model.py", "previous, targets = tree.parent[tree.scored]",
                 "previous, targets = tree.parents[tree.scored]"),
-    "dpo_loss": (POLICY, "train_policy.py", "margin = args.beta", "margin = args.betta"),
+    "dpo_loss": (POLICY, "train_policy.py", "nll = -joined_logps(", "nll = -joined_logp("),
     "save": (POLICY, "model.py", "weights = {name: state[name]", "weights = {name: states[name]"),
     "sample_turn": (["collect.py", "--model", "MODEL", "--human", "fixed:ok", "--max_tokens", 5],
                     "collect.py", "candidates = actions[n_actions:]",
@@ -241,7 +241,7 @@ def test_a_damaged_checkpoint_is_named(ranked, tiny_dir, tmp_path):
              "--batch_size", 1]
     checkpoint = out / "checkpoint-2"
     script(*train, stdin=ranked, kill=(checkpoint, signal.SIGTERM))
-    file = next(checkpoint.glob("*.safetensors"))
+    file = next(checkpoint.glob("*.distcp"))
     file.write_bytes(file.read_bytes()[:9000])
     done = script(*train, stdin=ranked)
     assert done.returncode == 1 and not (out / "model.safetensors").exists()
@@ -288,14 +288,13 @@ def test_a_step_that_would_spoil_the_weights_is_not_made(name, ranked, tiny_dir,
     {"temperature": -3.0, "top_p": "high", "do_sample": False, "cache_implementation": "none"}])
 def test_settings_of_sampling_beside_the_weights_are_no_fault_of_theirs(settings, tiny_dir,
                                                                         tmp_path):
-    """Nothing reads them: collect.py has its own, and a saved model keeps the base's file."""
+    """Nothing reads them: collect.py has its own, and a saved model has none."""
     base, out = shutil.copytree(tiny_dir, tmp_path / "base"), tmp_path / "out"
     out.mkdir()
     change_json(base / "generation_config.json", **settings)
     change_json(base / "config.json", num_return_sequences=4)
-    want = json.loads((base / "generation_config.json").read_text())
     model.save(*model.load(str(base)), out)
-    assert json.loads((out / "generation_config.json").read_text()) == want
+    assert not settings.keys() & json.loads((out / "generation_config.json").read_text()).keys()
     model.load(str(out))
 
 

@@ -21,7 +21,7 @@ import torch  # noqa: E402
 from colbench import ANSWER, message_texts, read_action, read_records, task_id  # noqa: E402
 from model import (Action, Trajectory, load, pi_and_ref_turns, score,  # noqa: E402
                    turn_actions)
-from train_critic import get_args, print_pair_accuracy  # noqa: E402
+from train_critic import get_args, print_ordered_pairs, trajectory_value  # noqa: E402
 from utils import (fail_on_error, init_distributed, open_stdout, parser,  # noqa: E402
                    print_warnings, run, say)
 
@@ -91,16 +91,19 @@ def main(by, args):
 
 
 def print_accuracy(args, records):
-    """Prints the pair accuracy of a critic whose log-ratio, of one token, is a message's credit."""
-    credits, trajectories = {}, []
+    """Prints the pairs ordered by a critic whose log-ratio, of one token, is a message's credit."""
+    trajectories = []
     for r in records:
-        messages = []
+        credits, messages = {}, []
         for history, (message, *_) in turn_actions(r):
             turn = tuple(message_texts(r["dialogue_history"][:len(history) + 2]))  # with its reply
             credits[turn] = torch.tensor([message["advantage"]])
             messages.append([Action(message, turn, None)])
-        trajectories.append(Trajectory(task_id(r["task"]), r, messages))
-    print_pair_accuracy(args, trajectories, credits, dict.fromkeys(credits, torch.zeros(1)))
+        t = Trajectory(task_id(r["task"]), r, messages)
+        zeros = dict.fromkeys(credits, torch.zeros(1))
+        r["value"] = trajectory_value(t.turns(), credits, zeros).item()
+        trajectories.append(t)
+    print_ordered_pairs(trajectories, args.min_gap, ())
 
 
 if __name__ == "__main__":

@@ -23,12 +23,15 @@ from itertools import chain
 from pathlib import Path
 from statistics import fmean
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-from colbench import read_action, read_records, task_id  # noqa: E402
-from model import (Action, Trajectory, Turn, packed, trajectory_pairs,  # noqa: E402
-                   turn_actions)
+sys.path[:0] = map(str, [Path(__file__).resolve().parents[2], Path(__file__).resolve().parent])
+import torch  # noqa: E402
+
+from choose_critic import as_trajectory  # noqa: E402
+from colbench import read_action, read_records  # noqa: E402
+from model import Action, Turn, packed, turn_actions  # noqa: E402
+from train_critic import ordered_pairs  # noqa: E402
 from train_policy import candidate_pairs  # noqa: E402
-from utils import fail, flag, open_stdout, parser, run, say  # noqa: E402
+from utils import fail, open_stdout, parser, run, say  # noqa: E402
 
 COLUMNS = {  # {column of the table: name of its number}
     "turn": "turn", "pairs": "pairs", "answers: chosen": "answers_chosen",
@@ -39,10 +42,11 @@ COLUMNS = {  # {column of the table: name of its number}
 
 def get_args(argv=None):
     p = parser(__doc__, "%(prog)s [flags] < scored.jsonl")
-    flag(p, "pairs_per_turn", 4, "as in train_policy.py", least=1)
-    flag(p, "logprob_weight", 0.0, "as in train_policy.py")
-    flag(p, "min_gap", None, "as in train_policy.py", kind=float)
-    flag(p, "seed", 0, "as in train_policy.py")
+    p.add_argument("--pairs_per_turn", type=int, default=4, help="as in train_policy.py")
+    p.add_argument("--logprob_weight", type=float, default=0.0, help="as in train_policy.py, but "
+                   "by the stored log-probs")
+    p.add_argument("--min_gap", type=float, help="as in train_policy.py")
+    p.add_argument("--seed", type=int, default=0, help="as in train_policy.py")
     return p.parse_args(argv)
 
 
@@ -81,9 +85,10 @@ class Ranked:
         self.advantages = [c["advantage"] for c in ranked]
         self.logprobs = [args.logprob_weight * c.get("logprob", 0) for c in ranked]
         actions = [action_of(c) for c in candidates]
+        logps = {a.turn: torch.tensor([a.fields.get("logprob", 0.0)]) for a in actions}
         fields_of = {action.turn: action.fields for action in actions}
         self.pairs = [(fields_of[pair.chosen[0]], fields_of[pair.rejected[0]])
-                      for pair in candidate_pairs(args, actions)]
+                      for pair in candidate_pairs(args, actions, logps)]
 
 
 # --- all turns ------------------------------------------------------------------------------------
@@ -128,24 +133,6 @@ def numbers_of(turns):
         "correlation": correlation(turns)}
 
 
-def ordered_pairs(args, records):
-    """Returns (how many trajectory pairs the sums of advantages order right, their number)."""
-    trajectories, advantages = [], {}  # advantages: {turn: its message's}
-    for number, record in enumerate(records):
-        messages = [message for _, (message, *_) in turn_actions(record)]
-        if "reward" not in record or not all("advantage" in m for m in messages):
-            continue
-        actions = [[action_of(m, f"{number}, {t}")] for t, m in enumerate(messages)]
-        advantages |= {action.turn: action.fields["advantage"] for action, in actions}
-        trajectories.append(Trajectory(task_id(record["task"]), record, actions))
-    right = n = 0
-    for pair in chain(*trajectory_pairs(trajectories, args.min_gap).values()):
-        chosen, rejected = (sum(advantages[turn] for turn in side) for side in pair[:2])
-        right += chosen > rejected
-        n += 1
-    return right, n
-
-
 # --- what to do -----------------------------------------------------------------------------------
 
 def warnings_of(rows, right, n):
@@ -188,7 +175,7 @@ def main(args):
     rows = {number: numbers_of(by_turn[number]) for number in sorted(by_turn)}
     rows["all"] = numbers_of([*chain(*by_turn.values())])
     print_table(rows)
-    right, n = ordered_pairs(args, records)
+    right, n = ordered_pairs([*map(as_trajectory, records)], args.min_gap)
     if n:
         say(f"{100 * right / n:.1f} % of {n} trajectory pairs are ordered correctly by the sum of "
             "their advantages")

@@ -4,9 +4,8 @@
     python -c 'import datasets; print(datasets.load_dataset("json", data_files="pairs.jsonl"))'
 
 A line has `prompt`, the messages so far, and `chosen` and `rejected`, one message each: the form
-that TRL, Axolotl, LLaMA-Factory and OpenRLHF read. `task` is the task's id, and `gap` the
-difference of the two scores. The flags are those of train_policy.py; for the same pairs give those
-that select pairs, and --seed, the same values.
+that TRL, Axolotl, LLaMA-Factory and OpenRLHF read. `task` is the task's id. The flags are those of
+train_policy.py; for the same pairs give those that select pairs, and --seed, the same values.
 
 TRL's DPOTrainer computes our loss to 1e-4 with --beta and --nll_coef in its DPOConfig(beta=...,
 loss_type=["sigmoid", "sft"], loss_weights=[1, NLL_COEF], max_length=None, disable_dropout=True).
@@ -42,19 +41,20 @@ def main(args):
     if args.loss != "dpo" or args.mix or args.held_out:
         fail("only pairs of candidates can be written: leave out --loss, --mix and --held_out")
     emit = open_stdout()
-    from model import find_model, read_trajectories
-    from train_policy import make_groups
-    trajectories = read_trajectories(args, pi_reads_c=False, ref_reads_c=False)
+    from model import find_model, load
+    from train_policy import candidate_logps, make_groups, read
+    trajectories = read(args)
+    model = load(args.model)[0] if args.logprob_weight else None
+    ref_logps = candidate_logps(args, trajectories, model)
     texts, n_written = texts_of_turns(trajectories, find_model(args.model)[1]), 0
-    for task, pairs in make_groups(args, trajectories):
+    for task, pairs in make_groups(args, trajectories, ref_logps):
         for pair in pairs:
             prompt, chosen, thinking = texts[pair.chosen[0]]
             _, rejected, _ = texts[pair.rejected[0]]
             if chosen == rejected:  # other tokens of the same text
                 add_warning("pairs have two equal texts and are left out", f"the task {task}")
                 continue
-            line = {"prompt": prompt, "chosen": [chosen], "rejected": [rejected], "task": task,
-                    "gap": round(pair.gap, 6)}
+            line = {"prompt": prompt, "chosen": [chosen], "rejected": [rejected], "task": task}
             if thinking:
                 line["meta"] = {"thinking": 1}
             emit(line)

@@ -15,12 +15,11 @@ import os
 import signal
 import sys
 from importlib import import_module
-from itertools import chain
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-from model import all_batches, common_prefix, find_model  # noqa: E402
-from utils import changed_scripts, digest, fail, rows_of, run, say  # noqa: E402
+from model import all_batches, common_prefix, find_model, load  # noqa: E402
+from utils import changed_scripts, data_hash, fail, rows_of, run, say  # noqa: E402
 
 TRAINERS = "train_policy.py", "train_critic.py"
 COLOURS = {"chosen": "\033[32m", "rejected": "\033[31m"}
@@ -54,12 +53,13 @@ def marked(tokenizer, turns, side):
     return text
 
 
-def groups_of(trainer, args):
-    """Returns ([[Pair]] to train on, [Pair] held out) of stdin, from the trainer's prepare()."""
-    if trainer.__name__ == "train_policy":
-        return trainer.prepare(args)
-    _, (_, pairs_of, held_out) = trainer.prepare(args)
-    return [*pairs_of.values()], held_out
+def groups_of(trainer, args, trajectories):
+    """Returns [(task id, [Pair])] that the trainer trains on."""
+    if trainer.__name__ == "train_critic":
+        return trainer.make_pairs(args, trajectories)[0]
+    model = load(args.model)[0] if args.logprob_weight else None
+    ref_logps = trainer.candidate_logps(args, trajectories, model)
+    return trainer.make_pairs(args, trajectories, ref_logps)[0]
 
 
 def pairs_of_step(out, step):
@@ -74,9 +74,10 @@ def pairs_of_step(out, step):
     vars(args).update(start["args"])
     path = os.path.join(start["cwd"], args.model)
     args.model = path if os.path.isdir(path) else args.model  # the run may have been elsewhere
-    groups, held_out = groups_of(trainer, args)
-    if digest([*map(digest, chain(*groups, held_out))]) != start["pairs_hash"]:  # by RunDirectory
-        fail(f"stdin is not the data of the run in {out}: its pairs_hash is another")
+    trajectories = trainer.read(args)
+    if data_hash(trajectories) != start["data_hash"]:
+        fail(f"stdin is not the data of the run in {out}: its data_hash is another")
+    groups = groups_of(trainer, args, trajectories)
     return args, all_batches(groups, args.batch_size, args.epochs, args.seed)[step]
 
 
@@ -84,7 +85,8 @@ def main(argv):
     if argv[0] in TRAINERS:
         trainer = import_module(argv[0].removesuffix(".py"))
         args = trainer.get_args(argv[1:])
-        pairs = [*chain(*groups_of(trainer, args)[0])]
+        groups = groups_of(trainer, args, trainer.read(args))
+        pairs = [pair for _, group in groups for pair in group]
     else:
         args, pairs = pairs_of_step(argv[0], int(argv[1]))
     tokenizer = find_model(args.model)[1]
