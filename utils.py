@@ -1,6 +1,6 @@
 """Shared by all scripts.
 
-    flags            get_args() of each script is a list of flag(...), see there
+    flags            the argument parser of all scripts, and flags of both trainers
     training         Log: metrics.jsonl and the progress bar; the learning rate
     --out            RunDirectory: what resumes, and what must not have changed
     ranks            the processes that torchrun starts
@@ -62,30 +62,6 @@ def parser(doc, usage):
     """Returns an ArgumentParser whose --help shows a docstring; flags can't be abbreviated."""
     return argparse.ArgumentParser(description=doc, usage=usage, formatter_class=HelpFormatter,
                                    allow_abbrev=False)
-
-
-def flag(p, name, default, text, kind=str, least=0, most=math.inf, only=None, **more):
-    """Adds a flag. Its type is that of the default, or `kind` if the default is None.
-
-    Numbers must be in [least, most]. only: where the flag has an effect, such as "with --loss dpo".
-    """
-    if only:
-        text += f" ({only})"
-    if default is not None:
-        kind, text = type(default), text + " [%(default)s]"
-
-    def read(value):
-        number = kind(value)
-        if kind is not str and not least <= number <= most:  # NaN, too
-            raise argparse.ArgumentTypeError(f"{value} is not in [{least}, {most}]")
-        return number
-
-    read.__name__ = kind.__name__  # for argparse's "invalid int value"
-    if kind is not str and "choices" not in more:
-        more["metavar"] = "N"
-    if not name.startswith("-"):
-        name = "--" + name
-    p.add_argument(name, type=read, default=default, help=text, **more)
 
 
 def machine_flags(p):

@@ -21,22 +21,18 @@ JOB        the body of the trainers' loop, without the optimizer: seconds of the
            torch compiles; tokens per second and rank; share of the peak (6 FLOPs per weight and
            token); on a GPU peak memory, and plan.py's prediction. The first of --ways also has a
            rival: the released procedure on the same pairs and weights, which makes each pair a
-           batch of two padded sequences, computes all logits, and runs pi_ref at every step.
-           time_trl, with one process on a CPU: TRL's DPOTrainer, one pair at a time (left out
-           without pip install trl==1.16.0)
-scoring    the rival computes each prompt once, with a KV cache, and then all its actions in one
-           padded batch, with the LM head on actions only
+           batch of two padded sequences, computes all logits, and runs pi_ref at every step
+scoring    tokens per second of two trajectories
 
 time, least, most: the rival's seconds over ours (median, minimum, maximum of the repeats), in CPU
 time on a CPU, of the slowest rank. Ours includes pi_ref's time, divided by the epochs that reuse
 its log-probs. bound: the same ratio of computed tokens, a backward pass counted as two forwards.
-differs: relative difference of losses and gradients, or of log-probs, as whole vectors; in fp32, a
-row fails if it exceeds 1e-4.
+differs: relative difference of losses and gradients, as whole vectors; in fp32, a row fails if it
+exceeds 1e-4.
 """
 import contextlib
 import functools
 import gc
-import inspect
 import json
 import os
 import random
@@ -53,13 +49,13 @@ os.environ["TQDM_DISABLE"] = "1"
 
 import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
-from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM  # noqa: E402
+from transformers import LlamaConfig, LlamaForCausalLM  # noqa: E402
 
 import toy  # noqa: E402
 import train_critic  # noqa: E402
 import train_policy  # noqa: E402
-from model import (Turn, all_batches, backward, forward, head_logps, load,  # noqa: E402
-                   score, turns_in)
+from model import (Turn, all_batches, backward, forward, load, score,  # noqa: E402
+                   turns_in)
 from plan import count_tokens, plan  # noqa: E402
 from timing import parser, ratio, show, time_alternately  # noqa: E402
 from utils import (RANK, WORLD, barrier, fail, from_rank_0, init_distributed,  # noqa: E402
@@ -229,44 +225,6 @@ def official_step(model, job, batch, ref_model):
     return sum_over_ranks(total)
 
 
-def trl_step(model, ref_model, pairs):
-    """Returns a function that runs TRL's step and returns its loss, or None if it can't run."""
-    if GPU or WORLD > 1:
-        return None
-    try:
-        import trl
-        from datasets import Dataset
-    except ImportError:
-        return None
-
-    class Tokenised(trl.DPOTrainer):
-        def _prepare_dataset(self, dataset, *args):
-            return dataset  # token ids already
-
-    def after_prompt(side):  # including the human's replies, if there are several turns
-        (first, _), (last, action) = side[0], side[-1]
-        return list(map(ord, (last + action)[len(first):]))
-
-    rows = [{"prompt_ids": list(map(ord, chosen[0][0])), "chosen_ids": after_prompt(chosen),
-             "rejected_ids": after_prompt(rejected)} for chosen, rejected, _ in pairs]
-    with tempfile.TemporaryDirectory() as out:
-        config = trl.DPOConfig(  # beta and the NLL's weight as in train_policy.py
-            out, beta=0.1, loss_type=["sigmoid", "sft"], loss_weights=[1.0, 0.01],
-            max_length=None, per_device_train_batch_size=1, report_to="none",
-            gradient_checkpointing=False, bf16=False, use_cpu=True)
-        tokenizer = AutoTokenizer.from_pretrained(model.config.name_or_path)
-        trainer = Tokenised(model.lm, ref_model.lm, args=config, processing_class=tokenizer,
-                            train_dataset=Dataset.from_list(rows))
-
-    def step(*_):
-        trainer.current_gradient_accumulation_steps = len(rows)
-        with without_trees(model, ref_model):
-            return sum(trainer.training_step(trainer.model, trainer.data_collator([row])).item()
-                       for row in rows)
-
-    return step
-
-
 def official_tokens(batch):
     """Returns the tokens of official_step's forwards: each pair padded to its longer side."""
     total = 0
@@ -274,35 +232,6 @@ def official_tokens(batch):
         lengths = [count_tokens(side) for side in (pair.chosen, pair.rejected) if side]
         total += len(lengths) * max(lengths)
     return total
-
-
-# --- scores ---------------------------------------------------------------------------------------
-
-@torch.no_grad()
-def kv_cache_scores(model, turns):
-    """Returns ([(L,) log-probs], number of tokens computed), with a KV cache per prompt."""
-    logps, by_prompt, decoder, tokens = {}, {}, model.lm.model, 0
-    for prompt, action in turns:
-        by_prompt.setdefault(prompt, []).append(action)
-    with without_trees(model):
-        names = inspect.signature(decoder.forward).parameters
-        cache_name = "cache" if "cache" in names else "past_key_values"  # transformers < 5.24
-        for prompt, actions in by_prompt.items():
-            first = decoder(input_ids=pad([prompt], model.device), use_cache=True)
-            cache, ids = first.past_key_values, pad(actions, model.device)
-            for layer in cache.layers:
-                layer.keys = layer.keys.expand(len(actions), -1, -1, -1)
-                layer.values = layer.values.expand(len(actions), -1, -1, -1)
-            rest = decoder(input_ids=ids[:, :-1], use_cache=True, **{cache_name: cache})[0]
-            tokens += len(prompt) + ids[:, :-1].numel()
-            hidden = torch.cat([first[0][:, -1:].expand(len(actions), -1, -1), rest], 1)
-            lengths = torch.tensor([len(action) for action in actions], device=ids.device)
-            mask = torch.arange(ids.shape[1], device=ids.device) < lengths[:, None]  # no padding
-            flat = head_logps(hidden[mask], model.lm.lm_head.weight, None, ids[mask],
-                              model.config).cpu()
-            for action, x in zip(actions, flat.split(lengths.tolist())):
-                logps[prompt, action] = x
-    return [logps[turn] for turn in turns], tokens
 
 
 # --- measuring ------------------------------------------------------------------------------------
@@ -352,12 +281,6 @@ def expected_gb(planned):
     """Returns plan.py's peak memory, without AdamW's moments, but with pi_ref in 16 bits."""
     moments = 8e-9 * planned["trained"] / planned["gpus"]
     return planned["peak_gb_per_gpu"] - moments + 2e-9 * planned["parameters"]
-
-
-def rival_figures(theirs, ours, bound, differs):
-    """Returns a row's figures about its rival. theirs, ours: seconds of each repeat."""
-    median, least, most = ratio(theirs, ours)
-    return {"time": median, "least": least, "most": most, "bound": bound, "differs": differs}
 
 
 class Bench:
@@ -435,8 +358,6 @@ class Bench:
             functions["official"] = functools.partial(run, official_step, self.pi_ref)
             functions["pi_ref"] = functools.partial(score, self.pi_ref, turns, TREE_TOKENS)
             functions["official"]()  # warm-up
-            if trl := job in ("dpo", "mtdpo") and trl_step(self.model, self.pi_ref, batch):
-                functions["trl"] = functools.partial(run, trl, None)
         seconds = timed(functions, self.args.repeats)
         fastest = min(seconds["ours"])
         module, flags, _, _ = JOBS[job]
@@ -454,19 +375,16 @@ class Bench:
             our_tokens = 3 * tokens["slowest_rank"] + planned["reference_tokens"] / epochs
             bound = official_tokens(batch) * (4 if turns else 3) / our_tokens
             differs = difference_of_steps(self.model, self.pi_ref, job, batch, ref)
-            figures |= rival_figures(seconds["official"], ours, bound, differs)
-            if "trl" in functions:
-                figures["time_trl"], *_ = ratio(seconds["trl"], ours)
+            median, least, most = ratio(seconds["official"], ours)
+            figures |= {"time": median, "least": least, "most": most, "bound": bound,
+                        "differs": differs}
         return figures
 
     def scoring(self):
         turns = read_groups("scoring", self.folder)[:2 * TURNS * (CANDIDATES + 1)]  # 2 trajectories
-        functions = {"ours": functools.partial(score, self.pi_ref, turns, TREE_TOKENS),
-                     "kv cache": functools.partial(kv_cache_scores, self.pi_ref, turns)}
-        seconds = timed(functions, self.args.repeats)
-        theirs, tokens = functions["kv cache"]()
-        return rival_figures(seconds["kv cache"], seconds["ours"], tokens / count_tokens(turns),
-                             difference(functions["ours"]().values(), theirs))
+        run = functools.partial(score, self.pi_ref, turns, TREE_TOKENS)
+        fastest = min(timed({"": run}, 1 + self.args.repeats)[""])
+        return {"seconds": fastest, "tokens_a_second": count_tokens(turns) / fastest}
 
     def rows(self):
         """Yields (name, method that measures the row, *its arguments)."""

@@ -252,7 +252,7 @@ def test_the_reward_is_clips_likeness_of_the_last_page_and_check_drops_what_has_
     wanted = torch.cosine_similarity(features[:1], features).clip(0).tolist()
     assert max(wanted[1:]) < 0.9999
 
-    bad = {"problem_description": "a", "ground_truth": " "}
+    bad = {"kind": "frontend", "problem_description": "a", "ground_truth": " "}
     answers = [*pages, f"first {BLUE} then\n```html\n{PLAIN}\n```", "I have no page", "<html>cut"]
     given = [*map(answered, answers), {"task": bad, "answer": PLAIN},
              {"task": DOUBLE, "answer": HONEST}] * 2

@@ -121,6 +121,16 @@ def test_demonstrations_obey_the_rules(of):
         assert d["answer"] == kind.final_answer(d["dialogue_history"], answer)
 
 
+def test_the_toy_is_that_of_the_results():
+    """RESULTS.md's numbers are of a toy with these defaults."""
+    want = {"n": 8000, "seed": 0, "usual": 0.0, "max_turns": 6, "at_once": 0.15, "early": 0.3,
+            "distract": 0.15, "noise": 0.04, "silent": 0.12, "hidden": 0.4, "world": "slots",
+            "min_slots": 2, "max_slots": 4}
+    assert {**vars(toy.get_args(["demos"])), "command": 0} == {**want, "command": 0}
+    got = vars(toy.get_args(["tasks"]))
+    assert (got["n"], got["usual"], got["split"]) == (500, 0.65, "train")
+
+
 PERFECT = {**dict.fromkeys(("at_once", "early", "distract", "noise", "silent", "hidden"), 0),
            "max_turns": 10}
 
