@@ -134,7 +134,7 @@ MARKER = re.compile(
     rf"(?:{re.escape(ANSWER)}|{ANSWER_WORDS}{MARKS}(?:[ \t]*[:：]|[ \t]*$)){MARKS}", re.I | re.M)
 # The thought of a reasoning model is between tags, or in Mistral's, Gemma's or gpt-oss's marks
 TAG = r"(?:think|thinking|thought|reasoning|seed:think)"
-THOUGHT_START = re.compile(rf"\s*(?:<{TAG}>|\[THINK\]|<\|channel\|?>)")
+THOUGHT_START = re.compile(rf"<{TAG}>|\[THINK\]|<\|channel\|?>")
 THOUGHT_END = re.compile(rf"</{TAG}>|\[/THINK\]|<channel\|>|<\|channel\|>final<\|message\|>")
 
 
@@ -180,12 +180,14 @@ def without_thinking(text, may_lack_start=True):
 
     may_lack_start: also if only its end is there, because a server's prompt has started it.
     """
+    text = text.strip()
     end = THOUGHT_END.search(text)
+    after = text[end.end():].strip() if end else ""
+    if THOUGHT_START.match(text):
+        return after
     if end and may_lack_start and not THOUGHT_START.search(text, 0, end.start()):
-        return text[end.end():].strip()
-    if not THOUGHT_START.match(text):
-        return text.strip()
-    return text[end.end():].strip() if end else ""
+        return after
+    return text
 
 
 class Episode:

@@ -615,8 +615,7 @@ class Server:
         reply = await self.post("/chat/completions", messages=messages)
         choice, usage = reply["choices"][0], reply.get("usage") or {}
         reason, text = choice["finish_reason"], choice["message"]["content"] or ""
-        # if the server's prompt has opened a thought, only its end is there, </think>
-        text = without_thinking("<think>" + text if "</think>" in text else text)[:MOST_CHARS]
+        text = without_thinking(text)[:MOST_CHARS]
         if not text or reason in ("content_filter", "error"):
             raise ValueError(f"the reply is empty or incomplete: {reason}")
         message = {"output": text}
@@ -686,7 +685,8 @@ async def llm_reply(server, task, history):
             url = "data:image/png;base64," + base64.b64encode(page["png"]).decode()
             content.append({"type": "image_url", "image_url": {"url": url}})
     message = await server.chat([{"role": "user", "content": content}])
-    own = own_words(message["output"])
+    # what is behind would be cut anyway, and redact takes long for it
+    own = own_words(message["output"][:10 * kind.reply_chars])
     reply = own if kind.shows_pages else redact(own, task)
     # the agent reads only reply_chars of it, and own words before an "Assistant:" are whole
     if "cut" in message and message["output"].endswith(own) and len(reply) < kind.reply_chars:

@@ -95,6 +95,8 @@ def test_a_thought_is_removed_whatever_its_marks():
         assert read_action(text, last=False) == (said, answer)
         asked = f"is {start}a{end} a thought?"
         assert read_action(asked, last=False)[0] == colbench.without_thinking(asked) == asked
+    # this would take a day if it were quadratic
+    assert colbench.without_thinking(" " * 10 ** 6 + "</think>a") == "a"
 
 
 def test_first_message_takes_braces_as_they_are():
