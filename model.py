@@ -56,8 +56,7 @@ from transformers import (AttentionInterface, AutoConfig, AutoModelForCausalLM, 
                           GenerationConfig)
 from transformers.utils import logging
 
-from colbench import (HIDDEN, agent_messages, first_message, hidden_information, read_action,
-                      read_records, task_id, with_hidden)
+from colbench import hidden_information, read_action, read_records, task_id, with_hidden
 from utils import (RANK, WORLD, add_warning, barrier, digest, drop_checkpoints, fail,
                    fail_on_error, print_warnings, progress, rng, say, sum_over_ranks, writing)
 
@@ -94,7 +93,7 @@ class Action(NamedTuple):
 
 
 class Trajectory(NamedTuple):
-    """A record, and what the models read of it."""
+    """An episode: its record, and the agent's messages with their candidates as turns."""
     task: str      # the task's id
     record: dict
     actions: list  # [[Action]]: for each message of the agent, it and its candidates
@@ -121,19 +120,6 @@ def turn_actions(record):
     for t, message in enumerate(history):
         if message["role"] == "assistant":
             yield history[:t], [message, *message.get("candidates", ())]
-
-
-def check_opening(record):
-    """Warns if unsampled messages follow an opening that is not first_message(), numbers aside."""
-    task, opening = record["task"], record["dialogue_history"][0]["content"]
-    if not task["problem_description"] or any(m.get("token_ids") for m in agent_messages(record)):
-        return
-    opening = opening.removeprefix(HIDDEN.format(hidden=hidden_information(task)))
-    expected = first_message(task, 10)["content"]  # 10 turns, or another number
-    if re.sub(r"\d+", "", opening) != re.sub(r"\d+", "", expected):
-        add_warning("dialogues do not begin with first_message(task, max_turns), which collect.py "
-                    "shows the agent: an agent trained on them may fail there",
-                    f"the task {task_id(task)}")
 
 
 def pi_and_ref_turns(tokenizer, record, history, actions, *, pi_reads_c, ref_reads_c):
@@ -170,14 +156,17 @@ def read_trajectories(args, *fields, pi_reads_c, ref_reads_c):
     longest = min(args.max_length, getattr(config, "max_position_embeddings", None) or math.inf)
     with fail_on_error(f"the chat template of --model {args.model} can't be used"):
         end_of_message(tokenizer)  # else `save` would fail, after training
-    trajectories = []
+    trajectories, grader_of = [], {}
     for record in records:
         trajectory = Trajectory(task_id(record["task"]), record, [])
         trajectories.append(trajectory)
         name = f"the task {trajectory.task}"
         if pi_reads_c and not hidden_information(record["task"]):
             add_warning("records without hidden information for the critic", name)
-        check_opening(record)
+        grader = record.get("reward_by")
+        if "reward" in fields and grader_of.setdefault(trajectory.task, grader) != grader:
+            add_warning("records have a reward by another grader than their task's first: grade "
+                        "all episodes alike (colbench.py grade)", name)
         for history, actions in turn_actions(record):
             with fail_on_error(f"--model's chat template rejects {name}"):
                 turns = pi_and_ref_turns(tokenizer, record, history, actions,
@@ -197,9 +186,9 @@ def read_trajectories(args, *fields, pi_reads_c, ref_reads_c):
 # --- turns to pairs -------------------------------------------------------------------------------
 
 class Pair(NamedTuple):
-    """A training example: two trajectories of a task, or two candidates of a turn."""
-    chosen: tuple         # all turns of the better trajectory, or the better candidate's one turn
-    rejected: tuple = ()  # likewise of the worse one; empty for --loss rft
+    """What a loss compares: two trajectories of a task, or two candidates of a turn."""
+    chosen: tuple         # (Turn, ...) of the better one; a candidate has one turn
+    rejected: tuple = ()  # of the worse one; empty for --loss rft
 
 
 def by_task(trajectories):
@@ -218,12 +207,8 @@ def trajectory_pairs(trajectories, min_gap):
     """
     groups = {}
     for (task, _), group in by_task(trajectories).items():
-        if len({t.record.get("reward_by") for t in group}) > 1:
-            add_warning("tasks have trajectories that are paired by rewards of different graders: "
-                        "grade all episodes alike (colbench.py grade)", f"the task {task}")
         if pairs := pairs_of(group, min_gap):
             groups.setdefault(task, []).extend(pairs)
-    print_warnings()
     return groups
 
 
@@ -264,7 +249,7 @@ def common_prefix(a, b):
 def sorted_with_prefix_lengths(turns):
     """Yields (turn, its tokens, length of the prefix shared with the previous turn), sorted."""
     previous = ""
-    for turn in sorted(turns, key="".join):
+    for turn in sorted(turns, key=lambda turn: turn.prompt + turn.action):
         seq = turn.prompt + turn.action
         yield turn, seq, common_prefix(previous, seq)
         previous = seq
@@ -306,7 +291,7 @@ class Tree:
         for turn, seq, shared, path in walk(turns):
             ids += map(ord, seq[shared:])
             pos += range(shared, len(seq))
-            parent += (array("q", [-1]) + path)[shared:-1]  # the token before each, on its path
+            parent += [path[i - 1] if i else -1 for i in range(shared, len(seq))]
             queries = len(seq) - shared
             if runs and shared == len(runs[-1][1]):  # the turn extends the last run
                 queries += runs.pop()[0]
@@ -460,9 +445,10 @@ def forward(model, turns, tree_tokens=math.inf, label=None):
     """Returns ({turn: (L,) log-probs of its action given its prompt}, trees), for backward().
 
     All ranks must call this with the same turns. Each computes a share of the trees, and gets the
-    log-probs of the others. They are on the CPU, in fp32 or fp64, and the gradient of a loss ends
-    there. trees: this rank's [(Tree, its (A,) log-probs, the same as the loss gets them)]; of
-    several no graph is kept, so that only one tree's activations are in memory.
+    log-probs of the others. They are leaves on the CPU, in fp32 or fp64: loss.backward() fills
+    their .grad, which backward() carries into the weights. trees: this rank's [(Tree, (A,)
+    log-probs with the graph, the leaf)]; of several trees no graph is kept, so that only one tree's
+    activations are in memory.
     tree_tokens: see partition. label: of a progress bar.
     """
     training = torch.is_grad_enabled()
@@ -483,7 +469,7 @@ def forward(model, turns, tree_tokens=math.inf, label=None):
     if WORLD > 1:
         dist.all_reduce(flat)
     by_part = [x.requires_grad_(training) for x in flat.split([*map(sum, lengths)])]
-    logps = {}  # of parts that are there twice, the last counts
+    logps = {}  # partition may repeat the last part: only its last copy's leaf gets a gradient
     for part, x, sizes in zip(parts, by_part, lengths):
         logps.update(zip(part, x.split(sizes)))
     trees = [(*pair, by_part[n]) for pair, n in zip(computed, mine)]
@@ -499,7 +485,7 @@ def backward(model, trees):
     for tree, logps, leaf in trees:
         if len(trees) > 1:
             logps = model(tree)
-        gradient = torch.zeros_like(leaf) if leaf.grad is None else leaf.grad  # None: a copy's
+        gradient = torch.zeros_like(leaf) if leaf.grad is None else leaf.grad  # None: repeated
         logps.backward(gradient.to(logps.device))
 
 
@@ -534,7 +520,6 @@ def all_batches(groups, batch_size, epochs, seed):
     Each epoch shuffles the groups; a group's pairs stay adjacent. A batch may begin or end within a
     group.
     """
-    assert batch_size > 0 and epochs > 0  # else a run would save its base as if it were trained
     batches = []
     for epoch in range(epochs):
         order = list(groups)
@@ -542,14 +527,6 @@ def all_batches(groups, batch_size, epochs, seed):
         pairs = [pair for _, group in order for pair in group]
         batches += [pairs[i:i + batch_size] for i in range(0, len(pairs), batch_size)]
     return batches
-
-
-def numbers_of(groups, held_out, batches):
-    """Prints and returns the numbers of pairs and steps, for the first row of a run's metrics."""
-    pairs = [pair for _, group in groups for pair in group]
-    unit = "pairs" if any(pair.rejected for pair in pairs) else "trajectories"
-    say(f"{len(pairs)} {unit}, {len(batches)} steps")
-    return {"steps": len(batches), "pairs": len(pairs), "held_out_pairs": len(held_out)}
 
 
 def ordered(differences):
@@ -763,7 +740,11 @@ def base_digest(path):
 # --- proofs ---------------------------------------------------------------------------------------
 
 def probe_turns(config):
-    """Returns three turns: two with a common prompt, and one longer than the sliding window."""
+    """Returns three turns: two with a common prompt, and one to test a sliding window.
+
+    The third exceeds a window of up to 2048 tokens. A wider one is not tested, because load may
+    compute these turns on a CPU.
+    """
     first = config.vocab_size // 2  # an id far from special tokens
     window = min(getattr(config, "sliding_window", None) or 0, 2048)
     turns = []
@@ -861,14 +842,14 @@ def action_ids(tokenizer, action, history, thinking=0):
     They are those sampled, if they spell the action's text; else those of the text up to and with
     the end of a message.
     """
-    is_output, text = text_of(tokenizer, action, thinking)
+    text = text_of(tokenizer, action, thinking)
     ids = action.get("token_ids")
     if ids and spells(tokenizer, ids, text):
         return packed(ids)
     if ids:
         add_warning("messages or candidates have token_ids of another text, or a special token "
                     "among them: their text is read", repr(text[:60]))
-    text = written_text(tokenizer, text, is_output, history, thinking)
+    text = written_text(tokenizer, text, history, thinking)
     end = end_of_message(tokenizer)
     if end in text:
         text = text[:text.rindex(end)]
@@ -876,13 +857,18 @@ def action_ids(tokenizer, action, history, thinking=0):
 
 
 def text_of(tokenizer, action, thinking):
-    """Returns (True, an action's output), or (False, its content) if that is not the output's."""
-    output, content = action.get("output"), action.get("content", "")
-    if output is not None and "content" in action:
-        opening = think_prefix(tokenizer, thinking)
-        if read_action(opening + output, last=False)[0] != content.strip():
-            output = None  # somebody has edited the content
-    return (False, content) if output is None else (True, output)
+    """Returns an action's output; or its content, if it has no output or somebody edited it.
+
+    Content closes the thought that the prompt may open.
+    """
+    opening, content = think_prefix(tokenizer, thinking), action.get("content", "")
+    if "output" in action:
+        said, _ = read_action(opening + action["output"], last=False)
+        if "content" not in action or content.strip() == said:
+            return action["output"]
+    if not opening:
+        return content
+    return content.removeprefix(opening) if "</think>" in content else "</think>" + content
 
 
 def spells(tokenizer, ids, text):
@@ -891,11 +877,10 @@ def spells(tokenizer, ids, text):
             and tokenizer.decode(ids, skip_special_tokens=True).strip() == text.strip())
 
 
-def written_text(tokenizer, text, is_output, history, thinking):
+def written_text(tokenizer, text, history, thinking):
     """Returns what follows the prompt in the template's text of a dialogue that ends in `text`.
 
-    If the template writes another prompt there, or not the whole text, returns the text itself. If
-    the prompt opens a thought, content without a thought closes it.
+    If the template writes another prompt there, or not the whole text, returns the text itself.
     """
     prompt = template_text(tokenizer, history, thinking, add_prompt=True)
     dialogue = [*history, {"role": "assistant", "content": text}]
@@ -904,8 +889,6 @@ def written_text(tokenizer, text, is_output, history, thinking):
         return written.removeprefix(prompt)
     if text.startswith("<think>") and not thinking:  # the prompt may have closed an empty thought
         raise ValueError('a stored thought needs "meta": {"thinking": 1} in its record')
-    if not is_output and think_prefix(tokenizer, thinking):
-        text = text.removeprefix("<think>") if "</think>" in text else "</think>" + text
     return as_text(tokenizer, text)
 
 

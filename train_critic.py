@@ -24,10 +24,11 @@ metrics instead); and a Trainer class: each script has a loop that you can chang
     python train_critic.py --score runs/base --model runs/base --ref_context agent < in.jsonl
 """
 # Parse flags before importing torch, so that --help and flag errors are instant.
-from utils import (RANK, Log, RunDirectory, changed_scripts, fail, from_rank_0, init_distributed,
-                   lr_at, machine_flags, open_stdout, parser, rows_of, run, say)
+from utils import (RANK, Log, RunDirectory, changed_scripts, check_ranges, fail, from_rank_0,
+                   init_distributed, lr_at, machine_flags, open_stdout, parser, rows_of, run, say)
 
 import gc
+import time
 from itertools import chain
 
 
@@ -60,6 +61,7 @@ def get_args(argv=None):
     g.add_argument("--seed", type=int, default=0, help="of the training order and held-out tasks")
     machine_flags(p)
     args = p.parse_args(argv)
+    check_ranges(args)
     run_flags = {"model": "meta-llama/Llama-3.1-8B-Instruct"}
     if args.score is not None:
         args.out, run_flags = None, flags_of(args.score)
@@ -84,7 +86,7 @@ import torch.nn.functional as F
 
 from colbench import content_hash
 from model import (all_batches, backward, base_digest, check_finite, clip_gradient, forward,
-                   hold_out, load, load_checkpoint, mean_loss, model_facts, numbers_of, ordered,
+                   hold_out, load, load_checkpoint, mean_loss, model_facts, ordered,
                    read_trajectories, reference_logps, save, save_checkpoint, score,
                    trajectory_pairs, turns_in)
 
@@ -152,7 +154,9 @@ def train(args, directory, trajectories, ref_turn_of, device):
     batches = all_batches(groups, args.batch_size, args.epochs, args.seed)
     train_tasks = {task for task, _ in groups}
     tasks = sorted({content_hash(t.record["task"]) for t in trajectories if t.task in train_tasks})
-    directory.start(**numbers_of(groups, held_out, batches), tasks=tasks)
+    n_pairs = sum(len(pairs) for _, pairs in groups)
+    say(f"{n_pairs} pairs, {len(batches)} steps")
+    directory.start(steps=len(batches), pairs=n_pairs, held_out_pairs=len(held_out), tasks=tasks)
     model, tokenizer = load(args.model, device, args.dtype, args, train=True)
     ref_logps = reference_logps(model, ref_turn_of, args.tree_tokens)
     optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr, betas=(0.9, 0.95),
@@ -160,8 +164,8 @@ def train(args, directory, trajectories, ref_turn_of, device):
     load_checkpoint(model, optimizer, directory)
 
     log = Log(directory, "critic", len(batches))
-    for step in log.steps():
-        batch = batches[step]
+    for step in range(directory.step, len(batches)):
+        batch, began = batches[step], time.monotonic()
         logps, trees = forward(model, turns_in(batch), args.tree_tokens)  # {turn: (L,)}
         loss, metrics = batch_loss(args, batch, logps, ref_logps)
         loss.backward()  # as far as the log-probs,
@@ -171,8 +175,8 @@ def train(args, directory, trajectories, ref_turn_of, device):
         lr = optimizer.param_groups[0]["lr"] = lr_at(step, len(batches), args.lr)
         optimizer.step()
         optimizer.zero_grad()
-        log.step_row(step=step, loss=loss.item(), **metrics, grad_norm=norm, lr=lr,
-                     tokens=sum(len(tree.ids) for tree, *_ in trees))
+        log.step_row(began, sum(len(tree.ids) for tree, *_ in trees), step=step, loss=loss.item(),
+                     **metrics, grad_norm=norm, lr=lr)
         if held_out and ((step + 1) % args.eval_every == 0 or step + 1 == len(batches)):
             # measured after the update; the training row of this step was measured before it
             logps = score(model, turns_in(held_out), args.tree_tokens)
@@ -239,8 +243,8 @@ def ordered_pairs(trajectories, min_gap):
 def print_ordered_pairs(trajectories, min_gap, trained_on):
     """Prints the count of ordered pairs. trained_on: content hashes of the critic's tasks."""
     unseen = [t for t in trajectories if content_hash(t.record["task"]) not in trained_on]
-    for tasks, some in (("all", trajectories), ("that it was not trained on", unseen)):
-        right, n = ordered_pairs(some, min_gap)
+    for tasks, counted in (("all", trajectories), ("that it was not trained on", unseen)):
+        right, n = ordered_pairs(counted, min_gap)
         say(f"the critic orders {right:g} of {n} trajectory pairs correctly (tasks: {tasks})")
 
 

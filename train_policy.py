@@ -19,9 +19,11 @@ Left out on purpose: online sampling (instead, sample a second round with the tr
     python train_policy.py --loss mtdpo --model runs/base --out runs/mtdpo < trajectories.jsonl
 """
 # Parse flags before importing torch, so that --help and flag errors are instant.
-from utils import (RANK, Log, RunDirectory, fail, from_rank_0, init_distributed, lr_at,
-                   machine_flags, open_stdout, parser, rng, run, say)
+from utils import (RANK, Log, RunDirectory, check_ranges, fail, from_rank_0, init_distributed,
+                   lr_at, machine_flags, parser, rng, run, say)
 
+import math
+import time
 from itertools import chain, cycle, product
 
 
@@ -57,10 +59,13 @@ def get_args(argv=None):
     g.add_argument("--seed", type=int, default=0, help="of the order, pairs and held-out tasks")
     machine_flags(p)
     args = p.parse_args(argv)
+    if not 0 <= args.mix < math.inf:
+        fail("--mix must be finite, and not negative")
     if args.batch_size is None:
         args.batch_size = 32 if args.loss == "rft" else 8
     if args.epochs is None:
         args.epochs = 4 if args.loss in ("mtdpo", "rft") else 1
+    check_ranges(args)
     return args
 
 
@@ -71,7 +76,7 @@ import torch
 import torch.nn.functional as F
 
 from model import (Pair, Trajectory, all_batches, backward, by_task, check_finite, clip_gradient,
-                   forward, hold_out, load, load_checkpoint, mean_loss, model_facts, numbers_of,
+                   forward, hold_out, load, load_checkpoint, mean_loss, model_facts,
                    read_trajectories, save, save_checkpoint, score, trajectory_pairs, turns_in)
 
 
@@ -150,21 +155,14 @@ def candidate_pairs(args, candidates, ref_logps):
 def candidate_logps(args, trajectories, model):
     """Returns {turn: (L,) log-probs under pi_ref} of all candidates, {} without --logprob_weight.
 
-    Prints how far they are from those with which the candidates were sampled, which is 0 if the
-    same weights did, at temperature 1. Only rank 0 has trajectories. model: pi_ref.
+    Only rank 0 has trajectories. model: pi_ref.
     """
     if args.loss != "dpo" or not args.logprob_weight:
         return {}
     candidates = [c for t in trajectories for _, *found in t.actions
                   for c in scored_candidates(found)]
     turns = from_rank_0(lambda: sorted({c.turn for c in candidates}))
-    logps = score(model, turns, args.tree_tokens, "candidates")
-    differences = [abs(logps[c.turn].sum().item() - c.fields["logprob"])
-                   for c in candidates if "logprob" in c.fields]
-    if differences:
-        mean = sum(differences) / len(differences)
-        say(f"candidates' log-probs under --model are {mean:.2g} from the stored ones on average")
-    return logps
+    return score(model, turns, args.tree_tokens, "candidates")
 
 
 def groups_to_mix(args, trajectories, n_pairs):
@@ -226,12 +224,14 @@ def batch_loss(args, pairs, logps, ref_logps):
 # --- training -------------------------------------------------------------------------------------
 
 def train(args, directory, trajectories, device):
-    """Trains a policy, saves it in --out, and returns the number of steps."""
+    """Trains a policy, and saves it in --out."""
     model, tokenizer = load(args.model, device, args.dtype, args, train=True)
     ref_logps = candidate_logps(args, trajectories, model)
     groups, held_out = from_rank_0(lambda: make_pairs(args, trajectories, ref_logps))
     batches = all_batches(groups, args.batch_size, args.epochs, args.seed)
-    directory.start(**numbers_of(groups, held_out, batches))
+    n_pairs = sum(len(pairs) for _, pairs in groups)
+    say(f"{n_pairs} {'trajectories' if args.loss == 'rft' else 'pairs'}, {len(batches)} steps")
+    directory.start(steps=len(batches), pairs=n_pairs, held_out_pairs=len(held_out))
     if args.loss != "rft":
         pairs = chain(*(group for _, group in groups), held_out)
         turns = [turn for turn in turns_in(pairs) if turn not in ref_logps]
@@ -241,8 +241,8 @@ def train(args, directory, trajectories, device):
     load_checkpoint(model, optimizer, directory)
 
     log = Log(directory, "policy", len(batches))
-    for step in log.steps():
-        batch = batches[step]
+    for step in range(directory.step, len(batches)):
+        batch, began = batches[step], time.monotonic()
         logps, trees = forward(model, turns_in(batch), args.tree_tokens)  # {turn: (L,)}
         loss, metrics = batch_loss(args, batch, logps, ref_logps)
         loss.backward()  # as far as the log-probs,
@@ -252,8 +252,8 @@ def train(args, directory, trajectories, device):
         lr = optimizer.param_groups[0]["lr"] = lr_at(step, len(batches), args.lr)
         optimizer.step()
         optimizer.zero_grad()
-        log.step_row(step=step, loss=loss.item(), **metrics, grad_norm=norm, lr=lr,
-                     tokens=sum(len(tree.ids) for tree, *_ in trees))
+        log.step_row(began, sum(len(tree.ids) for tree, *_ in trees), step=step, loss=loss.item(),
+                     **metrics, grad_norm=norm, lr=lr)
         if held_out and ((step + 1) % args.eval_every == 0 or step + 1 == len(batches)):
             # measured after the update; the training row of this step was measured before it
             logps = score(model, turns_in(held_out), args.tree_tokens)
@@ -265,19 +265,15 @@ def train(args, directory, trajectories, device):
 
     save(model, tokenizer, args.out)
     log.finish()
-    return len(batches)
 
 
 def main(args):
-    emit, device = open_stdout(), init_distributed()
+    device = init_distributed()
     directory = RunDirectory(args)
     trajectories = [] if RANK else read(args)  # only rank 0 has them
     directory.check(trajectories, **model_facts(args, device))
-    if directory.finished:
-        steps = directory.rows[-1]["finished"]
-    else:
-        steps = train(args, directory, trajectories, device)
-    emit({"summary": "train_policy", "out": args.out, "steps": steps})
+    if not directory.finished:
+        train(args, directory, trajectories, device)
 
 
 if __name__ == "__main__":

@@ -29,15 +29,13 @@ import pickle
 import platform
 import random
 import re
-import shlex
 import shutil
 import signal
 import subprocess
 import sys
 import time
-import traceback
 from datetime import timedelta
-from importlib.metadata import PackageNotFoundError, version as package_version
+from importlib.metadata import version as package_version
 
 from tqdm import tqdm
 
@@ -83,6 +81,15 @@ def machine_flags(p):
     g.add_argument("--save_every", type=int, default=100, help="steps between checkpoints")
 
 
+def check_ranges(args):
+    """Exits if a trainer's number is out of its range, before the model is loaded."""
+    for name in "batch_size", "epochs", "save_every", "eval_every", "pairs_per_turn":
+        if getattr(args, name, 1) < 1:  # only the policy has pairs per turn
+            fail(f"--{name} must be at least 1")
+    if not 0 <= args.held_out <= 1:
+        fail("--held_out must be from 0 to 1")
+
+
 # --- training: metrics.jsonl and the learning rate ------------------------------------------------
 
 class Log:
@@ -93,22 +100,18 @@ class Log:
 
     def __init__(self, directory, label, total):
         """directory: the RunDirectory. label: of the progress bar. total: the number of steps."""
-        self.directory, self.label = directory, label
-        self.last_step, self.total = directory.step, total
+        self.directory, self.label, self.n_done = directory, label, directory.step
+        self.bar = progress(label, total=total, initial=directory.step)
 
-    def steps(self):
-        """Yields the remaining steps, counted from 0, while a bar shows the progress."""
-        self.bar = progress(self.label, total=self.total, initial=self.last_step)
-        for step in range(self.last_step, self.total):
-            self.began, self.last_step = time.monotonic(), step + 1
-            yield step
-        self.bar.close()
+    def step_row(self, began, tokens, **row):
+        """Writes the metrics of a training step.
 
-    def step_row(self, tokens, **row):
-        """Writes the metrics of a training step and its duration. tokens: those of this rank."""
+        began: time.monotonic() at its start. tokens: those of this rank.
+        """
         row["tokens"] = int(sum_over_ranks(tokens))
-        seconds = time.monotonic() - self.began
+        seconds = time.monotonic() - began
         row |= {"seconds": round(seconds, 4), "tokens_per_second": round(row["tokens"] / seconds)}
+        self.n_done = row["step"] + 1
         if RANK == 0:
             self.directory.append(row)
             self.bar.set_postfix(row, refresh=False)
@@ -122,7 +125,8 @@ class Log:
 
     def finish(self):
         """Writes the last row, and removes the checkpoints, as the model is in --out."""
-        self.row(finished=self.last_step)
+        self.bar.close()
+        self.row(finished=self.n_done)
         drop_checkpoints(self.directory.out)
 
 
@@ -176,9 +180,10 @@ class RunDirectory:
         flags = {name: x for name, x in vars(self.args).items() if name not in self.MAY_CHANGE}
         self.facts = {"data_hash": data_hash(trajectories), **facts}
         if self.rows:
-            ours, theirs = flags | self.facts, self.rows[0]["args"] | self.rows[0]
-            different = [name for name in ours if theirs.get(name) != ours[name]]
-            if different := changed_scripts(self.out) or ", ".join(different):
+            now, before = flags | self.facts, self.rows[0]["args"] | self.rows[0]
+            different = changed_scripts(self.out) or ", ".join(
+                name for name in now if before.get(name) != now[name])
+            if different:
                 fail(f"the run in {self.out} has different {different}: repeat its command with "
                      "its data, model and scripts (it has copies), or choose another --out")
         if self.finished:
@@ -211,8 +216,9 @@ class RunDirectory:
 def changed_scripts(out):
     """Names those of the running scripts that differ from the copies in a run's directory."""
     running = {*sys.modules, os.path.basename(sys.argv[0]).removesuffix(".py")}
-    ours = [name for name in glob.glob("*.py", root_dir=HERE) if name[:-3] in running]
-    _, changed, _ = filecmp.cmpfiles(HERE, out, ours, shallow=False)
+    running -= {"collect"}  # no trainer calls it
+    names = [name for name in glob.glob("*.py", root_dir=HERE) if name[:-3] in running]
+    _, changed, _ = filecmp.cmpfiles(HERE, out, names, shallow=False)
     return ", ".join(sorted(changed))
 
 
@@ -265,20 +271,23 @@ def init_distributed():
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # else gloo listens on the network
     if not dist.is_initialized():
         dist.init_process_group(backend, timeout=timedelta(hours=1), **alone)
-        PATIENT.append(dist.new_group(backend="gloo", timeout=timedelta(days=30)))
     return device
 
 
-PATIENT = []  # the process group of from_rank_0, as rank 0 may wait for hours for stdin
+@functools.cache
+def patient_group():
+    """Returns the process group of ranks that wait for rank 0, for hours if it reads stdin."""
+    return dist.new_group(backend="gloo", timeout=timedelta(days=30))
 
 
 def from_rank_0(make):
     """Returns make() of rank 0 on all ranks; only rank 0 calls it."""
     if WORLD == 1:
         return make()
-    made = [None if RANK else make()]
-    dist.broadcast_object_list(made, src=0, group=PATIENT[0])
-    return made[0]
+    group = patient_group()  # all ranks join it before rank 0 begins
+    objects = [None if RANK else make()]
+    dist.broadcast_object_list(objects, src=0, group=group)
+    return objects[0]
 
 
 def sum_over_ranks(number):
@@ -361,7 +370,7 @@ def private_copy(data):
 # --- messages -------------------------------------------------------------------------------------
 
 def inline(message):
-    """Replaces unprintable characters, so that data in a message can't inject terminal escapes."""
+    """Replaces unprintable characters, so that a message is one line, without terminal escapes."""
     return "".join(c if c.isprintable() else "?" for c in str(message))
 
 
@@ -393,9 +402,6 @@ def progress(label, items=None, total=None, initial=0):
 
 # --- errors ---------------------------------------------------------------------------------------
 
-INPUT_ERRORS = OSError, ValueError, ImportError  # any other may be a mistake in code
-
-
 def fail(message):
     """Exits with a one-line error message on stderr and status 1."""
     raise SystemExit(f"error: {inline(message)}")
@@ -406,14 +412,8 @@ def fail_on_error(what):
     """Turns an error of the input into the message "error: WHAT: reason"."""
     try:
         yield
-    except INPUT_ERRORS as e:
+    except (OSError, ValueError, ImportError) as e:  # any other may be a mistake in code
         fail(f"{what}: {getattr(e, 'strerror', None) or e}")
-
-
-def show_traceback(e):
-    """Prints the traceback of an error that may be a mistake in code."""
-    if not isinstance(e, INPUT_ERRORS):
-        traceback.print_exception(e)
 
 
 @contextlib.contextmanager
@@ -461,10 +461,9 @@ def data_hash(trajectories):
 @functools.cache
 def version():
     """Returns the commit of these scripts, "-dirty" if files differ, and the package versions."""
-    git = subprocess.run(f"git -C {shlex.quote(HERE)} describe --always --dirty", shell=True,
-                         capture_output=True, text=True)
-    parts = [git.stdout.strip() or "unknown", f"python {platform.python_version()}"]
-    for package in ("torch", "transformers", "vllm", "flash-attn"):
-        with contextlib.suppress(PackageNotFoundError):
-            parts.append(f"{package} {package_version(package)}")
-    return ", ".join(parts)
+    commit = ""
+    with contextlib.suppress(OSError):  # there may be no git
+        commit = subprocess.run(["git", "-C", HERE, "describe", "--always", "--dirty"],
+                                capture_output=True, text=True).stdout.strip()
+    packages = [f"{name} {package_version(name)}" for name in ("torch", "transformers")]
+    return ", ".join([commit or "unknown", f"python {platform.python_version()}", *packages])

@@ -41,7 +41,7 @@ policy() { python train_policy.py --seed $SEED "$@"; }
 dpo() {
     policy --beta 1 --nll_coef 3 --mix 0.25 --logprob_weight 0.1 --lr 6e-4 --batch_size 32 "$@"
 }
-rft() { policy --loss rft --lr 5e-4 --epochs 8 "$@" > /dev/null; }
+rft() { policy --loss rft --lr 5e-4 --epochs 8 "$@"; }
 # explore MODEL OUT [FLAGS]: training data, four episodes per task. Each of two processes has half of
 # the tasks.
 explore() {
@@ -65,7 +65,7 @@ step "the agent: a tiny Llama, fine-tuned on $DEMOS demonstrations"
 beside python tests/toy.py model --seed $SEED --out $R/tiny
 python tests/toy.py demos --n $DEMOS --seed $SEED > $R/demos.jsonl
 wait_for_all
-policy --loss rft --all 1 --model $R/tiny --lr 3e-3 --out $R/base < $R/demos.jsonl > /dev/null
+policy --loss rft --all 1 --model $R/tiny --lr 3e-3 --out $R/base < $R/demos.jsonl
 
 step "episodes of the agent: training data, half of them with 16 candidates at every turn"
 explore base train --candidates 16 --candidates_share 0.5
@@ -87,7 +87,7 @@ rival() {
     try base
 }
 beside rival
-dpo --model $R/base --out $R/sweet < $scored > /dev/null
+dpo --model $R/base --out $R/sweet < $scored
 wait_for_all
 
 step "second round: SWEET-RL's policy, fine-tuned on those of its own episodes that it solved;"

@@ -32,12 +32,12 @@ python tests/toy.py tasks --n 3 --seed 4 | tee {out}/tasks |
     play --model {model} --seed 5 -k 2 --candidates 4 | tee {out}/played | solve |
     python train_critic.py --model {model} --seed 6 --min_gap 0 --lr 1e-4 --epochs 1 \
         --held_out 0 --out {out}/critic | tee {out}/scored |
-    python train_policy.py --model {model} --seed 7 --lr 1e-4 --out {out}/policy > {out}/summary
+    python train_policy.py --model {model} --seed 7 --lr 1e-4 --out {out}/policy
 # the policy plays, the critic helps it, and evaluate compares
 play --model {out}/policy --best_of 2 --critic {out}/critic < {out}/tasks > {out}/best
 python evaluate.py {out}/played {out}/best > {out}/results
 """
-FILES = ["demos", "tasks", "played", "scored", "summary", "best", "results",
+FILES = ["demos", "tasks", "played", "scored", "best", "results",
          "critic/model.safetensors", "policy/model.safetensors"]
 
 

@@ -12,6 +12,7 @@ import shlex
 import shutil
 import signal
 import subprocess
+import time
 from importlib import import_module
 from itertools import combinations
 from pathlib import Path
@@ -345,8 +346,8 @@ def test_the_edit_csv_has_each_step_once_with_its_held_out_metrics(tmp_path):
         directory.check([])
         directory.start(steps=5)
         log = utils.Log(directory, "policy", 5)
-        for step in log.steps():
-            log.step_row(step=step, loss=until + step / 10, tokens=10)
+        for step in range(directory.step, 5):
+            log.step_row(time.monotonic(), 10, step=step, loss=until + step / 10)
             if step % 2:
                 log.row(step=step, held_out_loss=step / 100)
             if step + 1 == until:

@@ -40,8 +40,8 @@ stage() {  # FILE COMMAND: writes the command's stdout to FILE, unless FILE exis
   mv $1.part $1
   echo "$(date +%T) $((SECONDS - start)) s  $1" >&2
 }
-train_policy() {  # NAME FROM [FLAGS]: trains $dir/NAME on stdin's records
-  stage $dir/$1.json python $code/train_policy.py --seed $seed $FLAGS --model $2 \
+train_policy() {  # NAME FROM [FLAGS]: trains $dir/NAME on stdin's records; $dir/NAME.done is empty
+  stage $dir/$1.done python $code/train_policy.py --seed $seed $FLAGS --model $2 \
       --out $dir/$1 "${@:3}"
 }
 graded_episodes() {  # MODEL TASKS [FLAGS]
