@@ -33,7 +33,6 @@ import json
 import math
 import os
 import re
-import shutil
 import sys
 from array import array
 from bisect import bisect_left
@@ -1004,8 +1003,6 @@ def save(model, tokenizer, out):
     lm.config.dtype = model.dtype  # of the weights in the files, not of those in training
     lm.config.save_pretrained(out)
     tokenizer.save_pretrained(out)
-    for path in Path(out).glob("*.safetensors"):  # they are written as private files
-        shutil.copymode(Path(out, "config.json"), path)
 
 
 # --- checkpoints ----------------------------------------------------------------------------------

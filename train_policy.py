@@ -22,7 +22,6 @@ Left out on purpose: online sampling (instead, sample a second round with the tr
 from utils import (RANK, Log, RunDirectory, check_ranges, fail, from_rank_0, init_distributed,
                    lr_at, machine_flags, parser, rng, run, say)
 
-import math
 import time
 from itertools import chain, cycle, product
 
@@ -59,8 +58,6 @@ def get_args(argv=None):
     g.add_argument("--seed", type=int, default=0, help="of the order, pairs and held-out tasks")
     machine_flags(p)
     args = p.parse_args(argv)
-    if not 0 <= args.mix < math.inf:
-        fail("--mix must be finite, and not negative")
     if args.batch_size is None:
         args.batch_size = 32 if args.loss == "rft" else 8
     if args.epochs is None:

@@ -82,12 +82,14 @@ def machine_flags(p):
 
 
 def check_ranges(args):
-    """Exits if a trainer's number is out of its range, before the model is loaded."""
+    """Exits, before a trainer loads the model, if a number is out of its range."""
     for name in "batch_size", "epochs", "save_every", "eval_every", "pairs_per_turn":
-        if getattr(args, name, 1) < 1:  # only the policy has pairs per turn
+        if getattr(args, name, 1) < 1:  # the critic has no --pairs_per_turn, and no --mix
             fail(f"--{name} must be at least 1")
     if not 0 <= args.held_out <= 1:
         fail("--held_out must be from 0 to 1")
+    if not 0 <= getattr(args, "mix", 0) < math.inf:
+        fail("--mix must be finite, and not negative")
 
 
 # --- training: metrics.jsonl and the learning rate ------------------------------------------------
