@@ -170,14 +170,14 @@ def read_trajectories(args, *fields, pi_reads_c, ref_reads_c):
             with fail_on_error(f"--model's chat template rejects {name}"):
                 turns = pi_and_ref_turns(tokenizer, record, history, actions,
                                          pi_reads_c=pi_reads_c, ref_reads_c=ref_reads_c)
-            read = []
+            of_message = []
             for action, (turn, ref_turn) in zip(actions, turns):
                 if len(turn.prompt) + len(turn.action) > longest:
                     add_warning(f"turns exceed {longest} tokens (--max_length or --model's limit): "
                                 "they get no score, and their trajectories no pairs", name)
                     turn = ref_turn = None
-                read.append(Action(action, turn, ref_turn))
-            trajectory.actions.append(read)
+                of_message.append(Action(action, turn, ref_turn))
+            trajectory.actions.append(of_message)
     print_warnings()
     return trajectories
 

@@ -790,6 +790,20 @@ def test_a_run_whose_last_save_fails_goes_on(killed, whole, command, data, tmp_p
     assert [row["resumed"] for row in metrics(out) if "resumed" in row] == [2, 6]
 
 
+def test_the_scripts_that_changed_are_those_that_run_and_train(tmp_path, monkeypatch):
+    """collect.py runs where a critic guides it, but has trained nothing."""
+    r, names = random.Random(0), sorted(path.name for path in Path(ROOT).glob("*.py"))
+    for _ in range(40):
+        main, changed = r.choice(names), {name for name in names if r.random() < 0.4}
+        for name in names:
+            text = Path(ROOT, name).read_text()
+            (tmp_path / name).write_text(text + "\n" * (name in changed))
+        runs = {main} | {name for name in names if name[:-3] in sys.modules}
+        monkeypatch.setattr(sys, "argv", [f"somewhere/{main}"])
+        told = utils.changed_scripts(str(tmp_path))
+        assert set(told.split(", ")) - {""} == changed & runs - {"collect.py"}
+
+
 def test_two_runs_cannot_share_an_out(command, data, tmp_path):
     first = utils.RunDirectory(train_critic.get_args(["--out", str(tmp_path / "out")]))
     complaint(script(*command("critic", first.out), stdin=data), "is in use by another run")
@@ -980,8 +994,8 @@ def test_numbers_out_of_their_range_are_refused(trainer):
         whole = lowest == 1
         for _ in range(20):
             good = r.randrange(1, 99) if whole else r.choice([0, r.random()])
-            bad = -r.randrange(99) if whole else r.choice([-r.random() - 1e-9, math.nan, math.inf,
-                                                           *[1.5] * (name == "held_out")])
+            bad = r.choice([0, -r.randrange(99)]) if whole else r.choice([
+                -r.random() - 1e-9, math.nan, math.inf, *[1.5] * (name == "held_out")])
             assert vars(trainer.get_args([f"--{name}={good}"]))[name] == good
             with pytest.raises(SystemExit, match=f"^error: --{name} must be "):
                 trainer.get_args([f"--{name}={bad}"])
