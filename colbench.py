@@ -803,8 +803,10 @@ class ForkServer:
     def __init__(self, with_packages):
         self.control, server_end = socket.socketpair()
         self.control.settimeout(600)  # importing all modules is slow on a busy machine
-        env = {"PYTHONPATH": HERE, "PYTHONHASHSEED": "0", "TZ": "UTC", "OPENBLAS_NUM_THREADS": "1"}
-        flags = "-s", "-P", "-B", "-Wignore"  # -I instead of -s -P would ignore these variables
+        modules = os.pathsep.join([HERE, *sys.path])  # it has the packages that the grader has
+        env = {"PYTHONPATH": modules, "PYTHONHASHSEED": "0", "TZ": "UTC",
+               "OPENBLAS_NUM_THREADS": "1"}
+        flags = "-P", "-B", "-Wignore"
         command = f"import colbench; colbench.serve(with_packages={with_packages})"
         with server_end:
             self.process = subprocess.Popen(

@@ -222,6 +222,20 @@ def test_a_value_is_the_same_in_a_child_with_other_modules(test, code, grader):
     assert grader.grade(task("import math\n" + code, test), code)["reward"] == 1
 
 
+def test_an_answer_has_the_packages_that_the_grader_has(monkeypatch, tmp_path):
+    """Wherever they are: sympy's place is taken by a module of another folder."""
+    r = random.Random("packages")
+    for number in range(3):
+        folder, marker = tmp_path / f"{number} {r.random()}", r.randrange(10 ** 9)
+        folder.mkdir()
+        (folder / "sympy.py").write_text(f"marker = {marker}\n")
+        with monkeypatch.context() as patch, closing(Grader(workers=1)) as g:
+            patch.setattr(sys, "path", [*sys.path[:number], str(folder), *sys.path[number:]])
+            wanted = task(f"def f(x): return {marker} * x", "f(1)", "f(2)")
+            answer = "import sympy\ndef f(x): return sympy.marker * x"
+            assert g.grade(wanted, answer)["reward"] == 1
+
+
 def test_every_codec_is_there(grader):
     names = sorted({*encodings.aliases.aliases.values()} - {"mbcs", "oem"})  # of Windows
     code = """def f(name, data=b'4'):
