@@ -500,11 +500,11 @@ def check_record(record, fields, to_grade, to_train):
     check_shape(record, RECORD)
     check_dialogue(record.get("dialogue_history", []), "dialogue_history")
     if "reward" in record:
-        nearest = round(record["reward"])
-        if 0 < abs(record["reward"] - nearest) < 1e-9:
-            record["reward"] = float(nearest)
-        if not -1 <= record["reward"] <= 1:
-            raise ValueError(f"the reward {record['reward']} is not between -1 and 1")
+        reward = record["reward"]
+        if not -1 - 1e-9 < reward < 1 + 1e-9:
+            raise ValueError(f"the reward {reward} is not between -1 and 1")
+        if 0 < abs(reward - round(reward)) < 1e-9:
+            record["reward"] = float(round(reward))
     kind = environment(record.get("task", {}))
     required = ["task.problem_description", "task.ground_truth"]
     is_episode = "failed" not in record  # a failed one has no more than its task
