@@ -1051,19 +1051,8 @@ def value_of(programs, test, official):
     # official: two namespaces, as in the released scorer, so that an answer's functions can't see
     # its top-level names, such as imports and helper functions
     local_names = {} if official else namespace
-    errors = []
-
-    def execute(program):
-        try:
-            program.execute(namespace, local_names)
-        except BaseException as e:  # also SystemExit, as the function may be defined before it
-            errors.append(e)
-
-    tested = {node.id for node in ast.walk(ast.parse(test)) if isinstance(node, ast.Name)}
-    binding = [i for i, program in enumerate(programs) if tested & program.names]
-    later = programs[max(binding) + 1:] if binding else []
-    for program in programs[:len(programs) - len(later)]:
-        execute(program)
+    programs, behind = split_at_final_version(programs, test)
+    errors = [e for program in programs for e in program.execute(namespace, local_names)]
     if official and errors:
         raise errors[0]
     while True:
@@ -1072,9 +1061,23 @@ def value_of(programs, test, official):
         except NameError as e:
             if not later:
                 raise errors[0] if errors else e
-            defined = dict(namespace)
-            execute(later.pop(0))
-            namespace.update(defined)
+        errors += add_missing(behind.pop(0), namespace)
+
+
+def split_at_final_version(programs, test):
+    """Returns (the programs up to the last one that binds the tested function, those behind it)."""
+    tested = {node.id for node in ast.walk(ast.parse(test)) if isinstance(node, ast.Name)}
+    ends = [end for end, program in enumerate(programs, 1) if tested & program.names]
+    end = max(ends, default=len(programs))
+    return programs[:end], programs[end:]
+
+
+def add_missing(program, namespace):
+    """Executes a program, but restores what was in the namespace before. Returns the errors."""
+    before = dict(namespace)
+    errors = program.execute(namespace, namespace)
+    namespace.update(before)
+    return errors
 
 
 def result_of(value, official):
@@ -1101,43 +1104,29 @@ INVISIBLE = {**dict.fromkeys([0x0D, 0xAD, *range(0x200B, 0x2010), 0x2060, 0xFEFF
 
 
 class Program:
-    """A text that is Python. Raises a SyntaxError, or another error, if it is not."""
+    """A text that is Python; raises an error if it is not.
+
+    names: what its statements bind, except imports.
+    """
 
     def __init__(self, text):
-        self.text, self.code = text, compile(text, "<answer>", "exec")
-
-    @functools.cached_property
-    def statements(self):
-        """Its statements, as syntax trees."""
-        return ast.parse(self.text).body
-
-    @functools.cached_property
-    def names(self):
-        """The names that it binds at its top level, in whatever statement but an import."""
-        table = symtable.symtable(self.text, "<answer>", "exec")
-        return {symbol.get_name() for symbol in table.get_symbols() if symbol.is_assigned()}
-
-    def compile(self, statements):
-        flags = self.code.co_flags & __future__.annotations.compiler_flag
-        return compile(ast.Module(statements, []), "<answer>", "exec", flags)
+        flags = compile(text, "<answer>", "exec").co_flags & __future__.annotations.compiler_flag
+        self.statements = [compile(ast.Module([statement], []), "<answer>", "exec", flags)
+                           for statement in ast.parse(text).body]
+        symbols = symtable.symtable(text, "<answer>", "exec").get_symbols()
+        self.names = {symbol.get_name() for symbol in symbols if symbol.is_assigned()}
 
     def execute(self, namespace, local_names):
-        """Executes the program. Raises its first error, but only after the other statements."""
-        try:
-            exec(self.code, namespace, local_names)
-        except Exception as e:  # such as that of an import which the function does not need
-            for statement in self.statements_after(e):
-                with contextlib.suppress(Exception):
-                    exec(self.compile([statement]), namespace, local_names)
-            raise
-
-    def statements_after(self, error):
-        """Returns the statements after the one that has raised an error."""
-        failed = error.__traceback__.tb_next  # the program's own frame, below that of execute
-        line, _, column, _ = list(self.code.co_positions())[failed.tb_lasti // 2]
-        unfinished = [statement for statement in self.statements
-                      if (statement.end_lineno, statement.end_col_offset) > (line, column)]
-        return unfinished[1:]  # the first one failed
+        """Executes the statements, also those after one that fails. Returns the errors."""
+        errors = []
+        for statement in self.statements:
+            try:
+                exec(statement, namespace, local_names)
+            except Exception as e:  # such as that of an import which the function does not need
+                errors.append(e)
+            except BaseException as e:  # such as SystemExit, at the end of a script
+                return [*errors, e]
+        return errors
 
 
 def read_programs(answer):
