@@ -1187,12 +1187,9 @@ def as_text(value):
     if value is None or isinstance(value, type) and value.__module__ == "builtins":
         return ascii(value)
     if type(value).__module__ == "numpy":
-        moments = value.ravel().tolist() if value.dtype.kind in "mM" else ()
-        if not all(isinstance(x, (datetime.date, datetime.timedelta)) for x in moments):
-            raise TypeError(value.dtype)  # nanoseconds would become integers, and NaT None
-        plain = value.tolist()
-        if type(plain) is not type(value):  # unlike np.longdouble's
-            return as_text(plain)
+        if value.dtype.kind in "mM":
+            raise TypeError(value.dtype)  # tolist() makes integers of nanoseconds, and None of NaT
+        return as_text(value.tolist())
     for classes, formatter in FORMATTERS:
         if isinstance(value, classes):
             return formatter(value)
@@ -1223,7 +1220,6 @@ FORMATTERS = [  # (classes, text of their values); the first row that matches is
     (str, lambda x: ascii(str.__str__(x))),
     ((int, float, decimal.Decimal, numbers.Real), real_as_text),  # also Fraction's, sympy's
     (numbers.Complex, complex_as_text),
-    ((bytes, bytearray), lambda x: ascii(bytes(x))),
     (list, lambda x: f"[{joined(x)}]"),
     (tuple, lambda x: f"({joined(x)})"),
     (dict, lambda x: "dict(%s)" % ", ".join(sorted(map(joined, x.items())))),
@@ -1231,9 +1227,7 @@ FORMATTERS = [  # (classes, text of their values); the first row that matches is
     (collections.deque, lambda x: f"deque({joined(x)})"),
     (range, lambda x: f"range({joined([len(x), *x[:2]])})"),
     (datetime.datetime, lambda x: f"datetime({datetime.datetime.isoformat(x)})"),
-    (datetime.date, lambda x: f"date({datetime.date.isoformat(x)})"),
-    (datetime.time, lambda x: f"time({datetime.time.isoformat(x)})"),
-    (datetime.timedelta, lambda x: f"timedelta({x.days}, {x.seconds}, {x.microseconds})")]
+    (datetime.date, lambda x: f"date({datetime.date.isoformat(x)})")]
 
 
 # --- frontend: pages are rendered by a browser without network access -----------------------------
