@@ -2,7 +2,7 @@
 
 The reward of a function is the share of hidden tests on which it returns the reference's value,
 and that of a web page its CLIP similarity to the reference page. Records are lines of JSON, to
-which every stage adds fields (README, "One record").
+which every stage adds fields (RECORD).
 
 The sections, in order. A reader of the method needs only those with a star:
   * tasks, prompts, rules     what the agent reads, and the rules of an episode (Episode)
@@ -24,7 +24,6 @@ forge.
 import __future__
 import ast
 import asyncio
-import collections.abc
 import concurrent.futures
 import contextlib
 import ctypes
@@ -56,6 +55,7 @@ import threading
 import time
 import types
 import urllib.parse
+from collections import abc, defaultdict, deque
 from hashlib import sha256
 
 from utils import (cpus, digest, fail, open_stdout, parser, private_copy, read_jsonl, run, say)
@@ -234,7 +234,7 @@ class Episode:
         history = private_copy(self.history)
         answer = environment(self.task).final_answer(history, self.submitted)
         return {"dialogue_history": self.history, "answer": answer or "",
-                "answered": bool(MARKER.search(self.history[-1]["content"]))}
+                "answered": answered({"dialogue_history": self.history})}
 
 
 # --- environments: one class per kind of task -----------------------------------------------------
@@ -428,11 +428,11 @@ def message_texts(history):
 
 
 def answered(record):
-    """Returns the record's `answered`, else whether the agent's last message is an answer."""
+    """Returns the record's `answered`, else whether the agent's last message has ANSWER."""
     if "answered" in record:
         return record["answered"]
     messages = agent_messages(record)
-    return bool(messages) and read_action(messages[-1]["content"], last=False)[1] is not None
+    return bool(messages and MARKER.search(messages[-1]["content"]))
 
 
 def task_id(task):
@@ -450,7 +450,8 @@ def content_hash(task):
     return digest(json.dumps(task_content(task), sort_keys=True))
 
 
-# of collect.py's flags and of `meta`: what changes no episode but by rounding, paths, and numbers
+# Flags of collect.py and fields of `meta` in which two files of one system may differ: counts,
+# paths, speed, rounding and versions
 NO_SETTINGS = """k candidates resume concurrency engine dtype max_batch_tokens timeout retries
 model_weights version""".split()
 
@@ -471,9 +472,9 @@ def read_records(stream, *fields, source="stdin", to_grade=False, to_train=False
     fields: what a record must have, besides its task's description and reference and, with
     to_grade, what its grader needs. to_train rejects dialogues without a message of the
     agent. seen: a Seen, which several streams may share. with_failed: yield failed episodes, too;
-    else one line says how many there are that no later record repeats.
+    else one line says how many there are.
     """
-    seen, failed = seen or Seen(tasks={}), set()
+    seen, n_failed = seen or Seen(tasks={}), 0
     for place, record in read_jsonl(stream, source):
         try:
             if "task" not in record and "problem_description" in record:
@@ -482,14 +483,12 @@ def read_records(stream, *fields, source="stdin", to_grade=False, to_train=False
             seen.add(record, place)
         except ValueError as e:
             fail(f"{place}: {e}")
-        key = task_id(record["task"]), record.get("sample"), record.get("meta", {}).get("seed")
         if "failed" in record and not with_failed:
-            failed.add(key)
+            n_failed += 1
         else:
-            failed.discard(key)
             yield record
-    if failed:
-        say(f"{len(failed)} failed episodes in {source} are left out")
+    if n_failed:
+        say(f"{n_failed} records of failed episodes in {source} are left out")
 
 
 def check_record(record, fields, to_grade, to_train):
@@ -588,7 +587,7 @@ def grade_records(records, args, check=False):
     for the oldest record only if many are being graded, or after the last one. An invalid line
     raises its error when the records before it are graded.
     """
-    graders, jobs, invalid = {}, collections.deque(), None
+    graders, jobs, invalid = {}, deque(), None
     with contextlib.ExitStack() as stack, \
             concurrent.futures.ThreadPoolExecutor(2 * args.workers) as pool:
         try:
@@ -729,7 +728,7 @@ def first_block(answer):
     """
     for fence in ("```python", "```"):
         if fence in answer:
-            answer = answer.split(fence)[1].split("```")[0]
+            return answer.split(fence)[1].split("```")[0]
     return answer
 
 
@@ -1043,8 +1042,8 @@ def run_tests(request, result_fd):
 def value_of(programs, test, official):
     """Runs an answer's programs and returns the value of a test, or raises its error.
 
-    The final version of the tested function is in the last program that binds it. What comes after
-    that runs only if a name is missing, and only adds what is missing.
+    The programs behind the final version of the tested function run one by one, and only while
+    the test lacks a name.
     """
     module = sys.modules["answer"] = types.ModuleType("answer")  # a new one per test
     namespace = vars(module)
@@ -1059,7 +1058,7 @@ def value_of(programs, test, official):
         try:
             return eval(test, namespace, local_names)
         except NameError as e:
-            if not later:
+            if not behind:
                 raise errors[0] if errors else e
         errors += add_missing(behind.pop(0), namespace)
 
@@ -1223,8 +1222,8 @@ FORMATTERS = [  # (classes, text of their values); the first row that matches is
     (list, lambda x: f"[{joined(x)}]"),
     (tuple, lambda x: f"({joined(x)})"),
     (dict, lambda x: "dict(%s)" % ", ".join(sorted(map(joined, x.items())))),
-    (collections.abc.Set, lambda x: "{%s}" % ", ".join(sorted(map(as_text, x)))),
-    (collections.deque, lambda x: f"deque({joined(x)})"),
+    (abc.Set, lambda x: "{%s}" % ", ".join(sorted(map(as_text, x)))),
+    (deque, lambda x: f"deque({joined(x)})"),
     (range, lambda x: f"range({joined([len(x), *x[:2]])})"),
     (datetime.datetime, lambda x: f"datetime({datetime.datetime.isoformat(x)})"),
     (datetime.date, lambda x: f"date({datetime.date.isoformat(x)})")]
@@ -1253,7 +1252,7 @@ MEASURE_SCRIPT = """() => document.fonts.ready.then(
 
 def style_sheet(css):
     """Returns rules_of(page), the CSS that a page uses; with all 3 MB it renders 3 times slower."""
-    parts, by_class = [], collections.defaultdict(list)  # {class: indices in parts}
+    parts, by_class = [], defaultdict(list)  # {class: indices in parts}
     part_of = r"([^{}@]*)\{[^{}]*\}|@[^{}]*\{|\}"  # a rule, "@media ... {", or its "}"
     for part in re.finditer(part_of, re.sub(r"/\*.*?\*/", "", css, flags=re.S)):
         for name in re.findall(r"\.((?:\\.|[\w-])+)", part[1] or "") or [""]:  # "": on all pages
@@ -1307,23 +1306,22 @@ class Browser:
 
     def render(self, page, sheet):
         """See Renderer.render. page: bytes, sheet: CSS. Raises GraderError without a browser."""
-        is_new = not self.tab
-        if is_new:
+        for last_try in (False, True):
             try:
-                self.run(self.start(), 30)
+                if not self.tab:
+                    self.run(self.start(), 30)
             except Exception as e:
                 self.stop()
                 raise GraderError(f"{self.path} does not start: {e!r}") from e
-        try:
-            return self.run(self.screenshot(page, sheet), PAGE_LIMITS["seconds"])
-        except TimeoutError as e:
-            self.stop()
-            raise RenderError(f"the page took more than {PAGE_LIMITS['seconds']} s") from e
-        except Exception as e:  # pages are untrusted: any failure counts as the page's
-            self.stop()
-            if is_new:
-                raise RenderError(textwrap.shorten(str(e), 100)) from e
-        return self.render(page, sheet)  # an earlier page may have broken the browser
+            try:
+                return self.run(self.screenshot(page, sheet), PAGE_LIMITS["seconds"])
+            except TimeoutError as e:
+                self.stop()
+                raise RenderError(f"the page took more than {PAGE_LIMITS['seconds']} s") from e
+            except Exception as e:  # an earlier page may have broken the browser
+                self.stop()
+                if last_try:  # any failure of an untrusted page counts as the page's
+                    raise RenderError(textwrap.shorten(str(e), 100)) from e
 
     async def screenshot(self, page, sheet):
         self.page, self.sheet = page, sheet
