@@ -113,8 +113,6 @@ def first_message(task, max_turns):
 def human_prompt(task, history):
     """Returns the prompt of an LLM human: the dialogue without the agent's instructions."""
     prompt = environment(task).human_prompt
-    if not prompt:
-        fail(f"the kind {task_kind(task)} has no human_prompt for an LLM; use --human FILE.py")
     names = {"assistant": "Assistant", "user": "You", "system": "You"}
     dialogue = "\n".join(f"{names[m['role']]}: {m['content']}" for m in history[1:])
     return fill(prompt, problem_description=task["problem_description"], dialogue=dialogue,
@@ -1081,19 +1079,13 @@ def add_missing(program, namespace):
 
 def result_of(value, official):
     """Returns what a child reports of a value: "value HASH", "none", or "refused REASON"."""
-    limit = sys.getrecursionlimit()
     try:
         if official and getattr(value, "ndim", 0) and value.size != 1:
             raise TypeError("an array, whose == is no verdict")
-        sys.setrecursionlimit(max(4500, limit))  # for nested data
         text = as_text(value)
         return "none" if value is None else "value " + sha256(text.encode()).hexdigest()
-    except RecursionError:
-        return "refused nested too deeply"
     except Exception as e:
         return f"refused {type(e).__name__}: {e}"
-    finally:
-        sys.setrecursionlimit(limit)  # answers have the limit of any program
 
 
 # --- backend: which part of an answer is its program ----------------------------------------------
@@ -1368,10 +1360,7 @@ class Renderer:
     """
 
     def __init__(self, workers=2, script=MEASURE_SCRIPT):
-        try:
-            from playwright import async_api
-        except ImportError:
-            fail("pages need Playwright: pip install playwright (MANUAL.md, \"Frontend Design\")")
+        from playwright import async_api
         path = next(filter(None, map(shutil.which, BROWSERS)), None)
         if not path:
             fail(f"no browser in PATH; install one of: {', '.join(BROWSERS)}")
@@ -1426,14 +1415,11 @@ def clip_likeness(path):
 
     With ViT-B/32 it is ColBench's reward. path: a directory or a hub name.
     """
-    try:
-        import torch
-        from PIL import Image
-        from transformers import CLIPImageProcessorPil, CLIPVisionModelWithProjection
-        model = CLIPVisionModelWithProjection.from_pretrained(path, use_safetensors=True)
-        processor = CLIPImageProcessorPil.from_pretrained(path)
-    except (ImportError, OSError, ValueError) as e:
-        fail(f"--clip {path}: {str(e).splitlines()[0]} (MANUAL.md, \"Frontend Design\")")
+    import torch
+    from PIL import Image
+    from transformers import CLIPImageProcessorPil, CLIPVisionModelWithProjection
+    model = CLIPVisionModelWithProjection.from_pretrained(path, use_safetensors=True)
+    processor = CLIPImageProcessorPil.from_pretrained(path)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     model, lock = model.eval().to(device), threading.Lock()
 

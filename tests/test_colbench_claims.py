@@ -197,8 +197,8 @@ def test_numpys_own_numbers_are_their_values():
 
 
 @pytest.mark.parametrize("text", [
-    "10 ** 130_000", "nest(900)", "list(range(99_000))", "chr(92) * 500_000",
-    "chain(400, list(range(39_000)))"])
+    "10 ** 130_000", "nest(190)", "list(range(99_000))", "chr(92) * 500_000",
+    "chain(190, list(range(39_000)))"])
 def test_long_and_deep_values_are_compared(grader, text, monkeypatch):
     monkeypatch.setattr(colbench, "LIMITS", {**colbench.LIMITS, "test": 20, "answer": 20})
     code = ("def nest(n):\n    a = []\n    for _ in range(n): a = [a]\n    return a\n"
@@ -206,5 +206,7 @@ def test_long_and_deep_values_are_compared(grader, text, monkeypatch):
             "def f(x): return ")
     want = task(code + text, "f(1)")
     assert grader.grade(want, want["ground_truth"])["reward"] == 1
-    other = text.replace("9", "8").replace("0_000", "0_001")
-    assert grader.grade(want, code + other)["reward"] == 0
+    endless = "(lambda a: a.append(a) or a)([])"
+    for other in (text.replace("9", "8").replace("0_000", "0_001"), endless):
+        assert grader.grade(want, code + other)["reward"] == 0
+    assert grader.grade(task(code + endless, "f(1)"), code + endless)["reward"] == 0
