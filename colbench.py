@@ -2,7 +2,7 @@
 
 The reward of a function is the share of hidden tests on which it returns the reference's value,
 and that of a web page its CLIP similarity to the reference page. Records are lines of JSON, to
-which every stage adds fields (README, "One record").
+which every stage adds fields (RECORD).
 
 The sections, in order. A reader of the method needs only those with a star:
   * tasks, prompts, rules     what the agent reads, and the rules of an episode (Episode)
@@ -24,7 +24,6 @@ forge.
 import __future__
 import ast
 import asyncio
-import collections.abc
 import concurrent.futures
 import contextlib
 import ctypes
@@ -56,6 +55,7 @@ import threading
 import time
 import types
 import urllib.parse
+from collections import abc, defaultdict, deque
 from hashlib import sha256
 
 from utils import (cpus, digest, fail, open_stdout, parser, private_copy, read_jsonl, run, say)
@@ -113,8 +113,6 @@ def first_message(task, max_turns):
 def human_prompt(task, history):
     """Returns the prompt of an LLM human: the dialogue without the agent's instructions."""
     prompt = environment(task).human_prompt
-    if not prompt:
-        fail(f"the kind {task_kind(task)} has no human_prompt for an LLM; use --human FILE.py")
     names = {"assistant": "Assistant", "user": "You", "system": "You"}
     dialogue = "\n".join(f"{names[m['role']]}: {m['content']}" for m in history[1:])
     return fill(prompt, problem_description=task["problem_description"], dialogue=dialogue,
@@ -234,7 +232,7 @@ class Episode:
         history = private_copy(self.history)
         answer = environment(self.task).final_answer(history, self.submitted)
         return {"dialogue_history": self.history, "answer": answer or "",
-                "answered": bool(MARKER.search(self.history[-1]["content"]))}
+                "answered": answered({"dialogue_history": self.history})}
 
 
 # --- environments: one class per kind of task -----------------------------------------------------
@@ -428,11 +426,11 @@ def message_texts(history):
 
 
 def answered(record):
-    """Returns the record's `answered`, else whether the agent's last message is an answer."""
+    """Returns the record's `answered`, else whether the agent's last message has ANSWER."""
     if "answered" in record:
         return record["answered"]
     messages = agent_messages(record)
-    return bool(messages) and read_action(messages[-1]["content"], last=False)[1] is not None
+    return bool(messages and MARKER.search(messages[-1]["content"]))
 
 
 def task_id(task):
@@ -450,7 +448,8 @@ def content_hash(task):
     return digest(json.dumps(task_content(task), sort_keys=True))
 
 
-# of collect.py's flags and of `meta`: what changes no episode but by rounding, paths, and numbers
+# Flags of collect.py and fields of `meta` in which two files of one system may differ: counts,
+# paths, speed, rounding and versions
 NO_SETTINGS = """k candidates resume concurrency engine dtype max_batch_tokens timeout retries
 model_weights version""".split()
 
@@ -471,9 +470,9 @@ def read_records(stream, *fields, source="stdin", to_grade=False, to_train=False
     fields: what a record must have, besides its task's description and reference and, with
     to_grade, what its grader needs. to_train rejects dialogues without a message of the
     agent. seen: a Seen, which several streams may share. with_failed: yield failed episodes, too;
-    else one line says how many there are that no later record repeats.
+    else one line says how many there are.
     """
-    seen, failed = seen or Seen(tasks={}), set()
+    seen, n_failed = seen or Seen(tasks={}), 0
     for place, record in read_jsonl(stream, source):
         try:
             if "task" not in record and "problem_description" in record:
@@ -482,14 +481,12 @@ def read_records(stream, *fields, source="stdin", to_grade=False, to_train=False
             seen.add(record, place)
         except ValueError as e:
             fail(f"{place}: {e}")
-        key = task_id(record["task"]), record.get("sample"), record.get("meta", {}).get("seed")
         if "failed" in record and not with_failed:
-            failed.add(key)
+            n_failed += 1
         else:
-            failed.discard(key)
             yield record
-    if failed:
-        say(f"{len(failed)} failed episodes in {source} are left out")
+    if n_failed:
+        say(f"{n_failed} records of failed episodes in {source} are left out")
 
 
 def check_record(record, fields, to_grade, to_train):
@@ -500,11 +497,11 @@ def check_record(record, fields, to_grade, to_train):
     check_shape(record, RECORD)
     check_dialogue(record.get("dialogue_history", []), "dialogue_history")
     if "reward" in record:
-        nearest = round(record["reward"])
-        if 0 < abs(record["reward"] - nearest) < 1e-9:
-            record["reward"] = float(nearest)
-        if not -1 <= record["reward"] <= 1:
-            raise ValueError(f"the reward {record['reward']} is not between -1 and 1")
+        reward = record["reward"]
+        if not -1 - 1e-9 < reward < 1 + 1e-9:
+            raise ValueError(f"the reward {reward} is not between -1 and 1")
+        if 0 < abs(reward - round(reward)) < 1e-9:
+            record["reward"] = float(round(reward))
     kind = environment(record.get("task", {}))
     required = ["task.problem_description", "task.ground_truth"]
     is_episode = "failed" not in record  # a failed one has no more than its task
@@ -588,7 +585,7 @@ def grade_records(records, args, check=False):
     for the oldest record only if many are being graded, or after the last one. An invalid line
     raises its error when the records before it are graded.
     """
-    graders, jobs, invalid = {}, collections.deque(), None
+    graders, jobs, invalid = {}, deque(), None
     with contextlib.ExitStack() as stack, \
             concurrent.futures.ThreadPoolExecutor(2 * args.workers) as pool:
         try:
@@ -729,7 +726,7 @@ def first_block(answer):
     """
     for fence in ("```python", "```"):
         if fence in answer:
-            answer = answer.split(fence)[1].split("```")[0]
+            return answer.split(fence)[1].split("```")[0]
     return answer
 
 
@@ -803,8 +800,10 @@ class ForkServer:
     def __init__(self, with_packages):
         self.control, server_end = socket.socketpair()
         self.control.settimeout(600)  # importing all modules is slow on a busy machine
-        env = {"PYTHONPATH": HERE, "PYTHONHASHSEED": "0", "TZ": "UTC", "OPENBLAS_NUM_THREADS": "1"}
-        flags = "-s", "-P", "-B", "-Wignore"  # -I instead of -s -P would ignore these variables
+        modules = os.pathsep.join([HERE, *sys.path])  # it has the packages that the grader has
+        env = {"PYTHONPATH": modules, "PYTHONHASHSEED": "0", "TZ": "UTC",
+               "OPENBLAS_NUM_THREADS": "1"}
+        flags = "-P", "-B", "-Wignore"
         command = f"import colbench; colbench.serve(with_packages={with_packages})"
         with server_end:
             self.process = subprocess.Popen(
@@ -1041,55 +1040,52 @@ def run_tests(request, result_fd):
 def value_of(programs, test, official):
     """Runs an answer's programs and returns the value of a test, or raises its error.
 
-    The final version of the tested function is in the last program that binds it. What comes after
-    that runs only if a name is missing, and only adds what is missing.
+    The programs behind the final version of the tested function run one by one, and only while
+    the test lacks a name.
     """
     module = sys.modules["answer"] = types.ModuleType("answer")  # a new one per test
     namespace = vars(module)
     # official: two namespaces, as in the released scorer, so that an answer's functions can't see
     # its top-level names, such as imports and helper functions
     local_names = {} if official else namespace
-    errors = []
-
-    def execute(program):
-        try:
-            program.execute(namespace, local_names)
-        except BaseException as e:  # also SystemExit, as the function may be defined before it
-            errors.append(e)
-
-    tested = {node.id for node in ast.walk(ast.parse(test)) if isinstance(node, ast.Name)}
-    binding = [i for i, program in enumerate(programs) if tested & program.names]
-    later = programs[max(binding) + 1:] if binding else []
-    for program in programs[:len(programs) - len(later)]:
-        execute(program)
+    programs, behind = split_at_final_version(programs, test)
+    errors = [e for program in programs for e in program.execute(namespace, local_names)]
     if official and errors:
         raise errors[0]
     while True:
         try:
             return eval(test, namespace, local_names)
         except NameError as e:
-            if not later:
+            if not behind:
                 raise errors[0] if errors else e
-            defined = dict(namespace)
-            execute(later.pop(0))
-            namespace.update(defined)
+        errors += add_missing(behind.pop(0), namespace)
+
+
+def split_at_final_version(programs, test):
+    """Returns (the programs up to the last one that binds the tested function, those behind it)."""
+    tested = {node.id for node in ast.walk(ast.parse(test)) if isinstance(node, ast.Name)}
+    ends = [end for end, program in enumerate(programs, 1) if tested & program.names]
+    end = max(ends, default=len(programs))
+    return programs[:end], programs[end:]
+
+
+def add_missing(program, namespace):
+    """Executes a program, but restores what was in the namespace before. Returns the errors."""
+    before = dict(namespace)
+    errors = program.execute(namespace, namespace)
+    namespace.update(before)
+    return errors
 
 
 def result_of(value, official):
     """Returns what a child reports of a value: "value HASH", "none", or "refused REASON"."""
-    limit = sys.getrecursionlimit()
     try:
         if official and getattr(value, "ndim", 0) and value.size != 1:
             raise TypeError("an array, whose == is no verdict")
-        sys.setrecursionlimit(max(4500, limit))  # for nested data
         text = as_text(value)
         return "none" if value is None else "value " + sha256(text.encode()).hexdigest()
-    except RecursionError:
-        return "refused nested too deeply"
     except Exception as e:
         return f"refused {type(e).__name__}: {e}"
-    finally:
-        sys.setrecursionlimit(limit)  # answers have the limit of any program
 
 
 # --- backend: which part of an answer is its program ----------------------------------------------
@@ -1099,43 +1095,29 @@ INVISIBLE = {**dict.fromkeys([0x0D, 0xAD, *range(0x200B, 0x2010), 0x2060, 0xFEFF
 
 
 class Program:
-    """A text that is Python. Raises a SyntaxError, or another error, if it is not."""
+    """A text that is Python; raises an error if it is not.
+
+    names: what its statements bind, except imports.
+    """
 
     def __init__(self, text):
-        self.text, self.code = text, compile(text, "<answer>", "exec")
-
-    @functools.cached_property
-    def statements(self):
-        """Its statements, as syntax trees."""
-        return ast.parse(self.text).body
-
-    @functools.cached_property
-    def names(self):
-        """The names that it binds at its top level, in whatever statement but an import."""
-        table = symtable.symtable(self.text, "<answer>", "exec")
-        return {symbol.get_name() for symbol in table.get_symbols() if symbol.is_assigned()}
-
-    def compile(self, statements):
-        flags = self.code.co_flags & __future__.annotations.compiler_flag
-        return compile(ast.Module(statements, []), "<answer>", "exec", flags)
+        flags = compile(text, "<answer>", "exec").co_flags & __future__.annotations.compiler_flag
+        self.statements = [compile(ast.Module([statement], []), "<answer>", "exec", flags)
+                           for statement in ast.parse(text).body]
+        symbols = symtable.symtable(text, "<answer>", "exec").get_symbols()
+        self.names = {symbol.get_name() for symbol in symbols if symbol.is_assigned()}
 
     def execute(self, namespace, local_names):
-        """Executes the program. Raises its first error, but only after the other statements."""
-        try:
-            exec(self.code, namespace, local_names)
-        except Exception as e:  # such as that of an import which the function does not need
-            for statement in self.statements_after(e):
-                with contextlib.suppress(Exception):
-                    exec(self.compile([statement]), namespace, local_names)
-            raise
-
-    def statements_after(self, error):
-        """Returns the statements after the one that has raised an error."""
-        failed = error.__traceback__.tb_next  # the program's own frame, below that of execute
-        line, _, column, _ = list(self.code.co_positions())[failed.tb_lasti // 2]
-        unfinished = [statement for statement in self.statements
-                      if (statement.end_lineno, statement.end_col_offset) > (line, column)]
-        return unfinished[1:]  # the first one failed
+        """Executes the statements, also those after one that fails. Returns the errors."""
+        errors = []
+        for statement in self.statements:
+            try:
+                exec(statement, namespace, local_names)
+            except Exception as e:  # such as that of an import which the function does not need
+                errors.append(e)
+            except BaseException as e:  # such as SystemExit, at the end of a script
+                return [*errors, e]
+        return errors
 
 
 def read_programs(answer):
@@ -1196,12 +1178,9 @@ def as_text(value):
     if value is None or isinstance(value, type) and value.__module__ == "builtins":
         return ascii(value)
     if type(value).__module__ == "numpy":
-        moments = value.ravel().tolist() if value.dtype.kind in "mM" else ()
-        if not all(isinstance(x, (datetime.date, datetime.timedelta)) for x in moments):
-            raise TypeError(value.dtype)  # nanoseconds would become integers, and NaT None
-        plain = value.tolist()
-        if type(plain) is not type(value):  # unlike np.longdouble's
-            return as_text(plain)
+        if value.dtype.kind in "mM":
+            raise TypeError(value.dtype)  # tolist() makes integers of nanoseconds, and None of NaT
+        return as_text(value.tolist())
     for classes, formatter in FORMATTERS:
         if isinstance(value, classes):
             return formatter(value)
@@ -1232,17 +1211,14 @@ FORMATTERS = [  # (classes, text of their values); the first row that matches is
     (str, lambda x: ascii(str.__str__(x))),
     ((int, float, decimal.Decimal, numbers.Real), real_as_text),  # also Fraction's, sympy's
     (numbers.Complex, complex_as_text),
-    ((bytes, bytearray), lambda x: ascii(bytes(x))),
     (list, lambda x: f"[{joined(x)}]"),
     (tuple, lambda x: f"({joined(x)})"),
     (dict, lambda x: "dict(%s)" % ", ".join(sorted(map(joined, x.items())))),
-    (collections.abc.Set, lambda x: "{%s}" % ", ".join(sorted(map(as_text, x)))),
-    (collections.deque, lambda x: f"deque({joined(x)})"),
+    (abc.Set, lambda x: "{%s}" % ", ".join(sorted(map(as_text, x)))),
+    (deque, lambda x: f"deque({joined(x)})"),
     (range, lambda x: f"range({joined([len(x), *x[:2]])})"),
     (datetime.datetime, lambda x: f"datetime({datetime.datetime.isoformat(x)})"),
-    (datetime.date, lambda x: f"date({datetime.date.isoformat(x)})"),
-    (datetime.time, lambda x: f"time({datetime.time.isoformat(x)})"),
-    (datetime.timedelta, lambda x: f"timedelta({x.days}, {x.seconds}, {x.microseconds})")]
+    (datetime.date, lambda x: f"date({datetime.date.isoformat(x)})")]
 
 
 # --- frontend: pages are rendered by a browser without network access -----------------------------
@@ -1268,7 +1244,7 @@ MEASURE_SCRIPT = """() => document.fonts.ready.then(
 
 def style_sheet(css):
     """Returns rules_of(page), the CSS that a page uses; with all 3 MB it renders 3 times slower."""
-    parts, by_class = [], collections.defaultdict(list)  # {class: indices in parts}
+    parts, by_class = [], defaultdict(list)  # {class: indices in parts}
     part_of = r"([^{}@]*)\{[^{}]*\}|@[^{}]*\{|\}"  # a rule, "@media ... {", or its "}"
     for part in re.finditer(part_of, re.sub(r"/\*.*?\*/", "", css, flags=re.S)):
         for name in re.findall(r"\.((?:\\.|[\w-])+)", part[1] or "") or [""]:  # "": on all pages
@@ -1322,23 +1298,22 @@ class Browser:
 
     def render(self, page, sheet):
         """See Renderer.render. page: bytes, sheet: CSS. Raises GraderError without a browser."""
-        is_new = not self.tab
-        if is_new:
+        for last_try in (False, True):
             try:
-                self.run(self.start(), 30)
+                if not self.tab:
+                    self.run(self.start(), 30)
             except Exception as e:
                 self.stop()
                 raise GraderError(f"{self.path} does not start: {e!r}") from e
-        try:
-            return self.run(self.screenshot(page, sheet), PAGE_LIMITS["seconds"])
-        except TimeoutError as e:
-            self.stop()
-            raise RenderError(f"the page took more than {PAGE_LIMITS['seconds']} s") from e
-        except Exception as e:  # pages are untrusted: any failure counts as the page's
-            self.stop()
-            if is_new:
-                raise RenderError(textwrap.shorten(str(e), 100)) from e
-        return self.render(page, sheet)  # an earlier page may have broken the browser
+            try:
+                return self.run(self.screenshot(page, sheet), PAGE_LIMITS["seconds"])
+            except TimeoutError as e:
+                self.stop()
+                raise RenderError(f"the page took more than {PAGE_LIMITS['seconds']} s") from e
+            except Exception as e:  # an earlier page may have broken the browser
+                self.stop()
+                if last_try:  # any failure of an untrusted page counts as the page's
+                    raise RenderError(textwrap.shorten(str(e), 100)) from e
 
     async def screenshot(self, page, sheet):
         self.page, self.sheet = page, sheet
@@ -1385,10 +1360,7 @@ class Renderer:
     """
 
     def __init__(self, workers=2, script=MEASURE_SCRIPT):
-        try:
-            from playwright import async_api
-        except ImportError:
-            fail("pages need Playwright: pip install playwright (MANUAL.md, \"Frontend Design\")")
+        from playwright import async_api
         path = next(filter(None, map(shutil.which, BROWSERS)), None)
         if not path:
             fail(f"no browser in PATH; install one of: {', '.join(BROWSERS)}")
@@ -1443,14 +1415,11 @@ def clip_likeness(path):
 
     With ViT-B/32 it is ColBench's reward. path: a directory or a hub name.
     """
-    try:
-        import torch
-        from PIL import Image
-        from transformers import CLIPImageProcessorPil, CLIPVisionModelWithProjection
-        model = CLIPVisionModelWithProjection.from_pretrained(path, use_safetensors=True)
-        processor = CLIPImageProcessorPil.from_pretrained(path)
-    except (ImportError, OSError, ValueError) as e:
-        fail(f"--clip {path}: {str(e).splitlines()[0]} (MANUAL.md, \"Frontend Design\")")
+    import torch
+    from PIL import Image
+    from transformers import CLIPImageProcessorPil, CLIPVisionModelWithProjection
+    model = CLIPVisionModelWithProjection.from_pretrained(path, use_safetensors=True)
+    processor = CLIPImageProcessorPil.from_pretrained(path)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     model, lock = model.eval().to(device), threading.Lock()
 

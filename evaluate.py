@@ -55,16 +55,14 @@ def get_args(argv=None):
 
 class System(NamedTuple):
     """A system to compare."""
-    name: str
-    files: list  # one per seed
     tasks: dict  # {task id: {metric: mean over its episodes}}
-    facts: dict  # further fields of its result
+    facts: dict  # the fields of its result that are no metrics
 
 
 class Episode(NamedTuple):
     """What is kept of a record."""
     task: str       # its id
-    key: tuple      # (file, task, sample, seed): a failed episode and a later try share it
+    key: tuple      # (task, sample, run): a failed episode and a later try share it
     settings: dict  # {name: value}
     metrics: dict   # {metric: value}; None if the episode failed
     dialogue: str   # a hash of its texts
@@ -82,21 +80,23 @@ def name_and_files(arg):
 
 def read_system(name, files, tasks):
     """Returns the System of these files. tasks: of all systems, see colbench.Seen."""
-    read, seen = [], Seen(tasks)
-    for path in files:
-        read += read_file(path, seen)
+    seen = Seen(tasks)
+    read = [e for path in files for e in read_file(path, seen)]
     episodes = [e for e in read if e.metrics]
     metrics = defaultdict(list)  # {task id: [{metric: value} of each episode]}
     for e in episodes:
         metrics[e.task].append(e.metrics)
+    if not metrics:
+        fail(f"{name} has only failed episodes")
     fewest = min(len(of_task) for of_task in metrics.values())
     means = {task: task_means(metrics[task], most_k=fewest) for task in sorted(metrics)}
-    facts = {"settings": all_settings(episodes),
+    facts = {"system": name, "files": files, "version": version(),
+             "settings": all_settings(episodes),
              "episodes": len(episodes),
              "distinct": len({(e.task, e.dialogue) for e in episodes}),
              "failed": len({e.key for e in read} - {e.key for e in episodes}),
              "tasks": len(means)}
-    return System(name, files, means, facts)
+    return System(means, facts)
 
 
 def read_file(path, seen):
@@ -118,10 +118,12 @@ def read_file(path, seen):
 def read_episode(file, record):
     """Returns the Episode of a record. The kind of task and the grader are settings, too."""
     task = record["task"]
-    made_with = {"environment": task_kind(task), **settings(record.get("meta", {}))}
+    meta = settings(record.get("meta", {}))
+    its_run = str({"seed": file, **meta})  # a file without seeds is a run of its own
+    key = task_id(task), record.get("sample"), its_run
+    made_with = {"environment": task_kind(task), **meta}
     if "reward_by" in record:
         made_with["reward_by"] = record["reward_by"]
-    key = file, task_id(task), record.get("sample"), made_with.get("seed")
     metrics = dialogue = None
     if "failed" not in record:
         metrics = episode_metrics(record)
@@ -174,7 +176,7 @@ def task_means(episodes, most_k):
 
 def result(system, first, metrics):
     """Returns the JSON record of a system. metrics: the names of all systems' metrics."""
-    out = {"system": system.name, "files": system.files, "version": version(), **system.facts}
+    out = dict(system.facts)
     for metric in metrics:
         values = [means[metric] for means in system.tasks.values() if metric in means]
         out |= mean_and_interval(metric, values, is_share=metric not in COUNTS)
@@ -190,7 +192,7 @@ def minus_first(system, first):
     success = [ours["success"] - theirs["success"] for ours, theirs in pairs if "success" in ours]
     reward = [ours["tests_passed"] - theirs["tests_passed"] for ours, theirs in pairs]
     wins = [0.5 if abs(gap) < 1e-9 else float(gap > 0) for gap in reward]  # 0.1 + 0.2 ties 0.3
-    return {"first": first.name, "tasks": len(pairs),
+    return {"first": first.facts["system"], "tasks": len(pairs),
             **mean_and_interval("success", success, is_share=False),
             **mean_and_interval("tests_passed", reward, is_share=False),
             **mean_and_interval("wins", wins, is_share=True)}
@@ -279,7 +281,7 @@ def notes(results):
     lines = ["[means and 95 % intervals over tasks]"]
     if "reward_by" in first["settings"]:
         lines[0] += f" graded by {in_words(first['settings']['reward_by'])}"
-    if any(not first["tasks"] == r["tasks"] == r["minus_first"]["tasks"] for r in others):
+    if any({r["tasks"], r["minus_first"]["tasks"]} != {first["tasks"]} for r in others):
         lines.append("NOT THE SAME TASKS: only the differences compare, which are of common ones")
     for name in sorted({name for r in results for name in r["settings"]} - {*SYSTEM, "seed"}):
         known = [(r["system"], r["settings"][name]) for r in results if name in r["settings"]]

@@ -1,5 +1,6 @@
 """The rules of an episode, ids and kinds of tasks, and ColBench's public files."""
 import random
+from decimal import Decimal
 
 import pytest
 
@@ -157,6 +158,29 @@ def test_a_round_trip_through_a_table_changes_no_record():
         for row, odd in zip(rows, given):
             for told in colbench.hidden_information, lambda t: colbench.first_message(t, 3):
                 assert told(odd["task"]) == told(row["task"])
+
+
+def test_a_reward_is_a_number_between_minus_one_and_one():
+    """The oracle is exact; JSON may spell a number too large for Python. 0.1 ten times is 1."""
+    r = random.Random("rewards")
+    spelled = ["1e999", "-1e999", "1" + "0" * 400, "1e-999", "1", "-1", "0"]
+    spelled += [f"{r.choice([-1, 0, 1]) + r.choice([-1, 1]) * 10 ** r.uniform(-14, 1)!r}"
+                for _ in range(300)]
+    ends = {"read": 0, "rounded": 0, "refused": 0}
+    for text in spelled:
+        exact = Decimal(text)
+        nearest = min((-1, 0, 1), key=lambda whole: abs(exact - whole))
+        line = lines([{"task": DOUBLE, "reward": "HERE"}]).replace('"HERE"', text).encode()
+        read = colbench.read_records([line], source="x.jsonl")
+        if abs(exact) > 1 and abs(exact - nearest) > Decimal("1e-9"):
+            with pytest.raises(SystemExit, match="error: x.jsonl, line 1: the reward .* is not"):
+                next(read)
+            ends["refused"] += 1
+        else:
+            is_near = abs(exact - nearest) < Decimal("1e-9")
+            assert next(read)["reward"] == (nearest if is_near else float(text)), text
+            ends["rounded" if is_near else "read"] += 1
+    assert min(ends.values()) > 20, ends
 
 
 def test_published_tasks_without_a_kind_are_recognised_and_an_unknown_kind_is_not():

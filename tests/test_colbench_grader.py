@@ -78,7 +78,6 @@ VERDICTS = [  # an answer, and its verdict or those of each test
     ("class E(int):\n    def __eq__(s, o): return True\n    __hash__ = int.__hash__\n"
      "def f(x): return E(0)", "wrong value"),
     (doing("yield x"), 'value refused "TypeError: generator"'),
-    (doing("a = []; a.append(a); return a"), 'value refused "nested too deeply"'),
     (HONEST + "#" * (1 << 20), "pass")]
 ODDITIES = {  # honest code of all kinds, all right
     "prints": doing("print('[\"value\", 1]')"),
@@ -175,7 +174,7 @@ REPEATABLE = {  # bodies of references that look like these and always give the 
     assert isinstance(day, date) and isinstance(day.date(), date) and type(day) is datetime
     return [day + timedelta(1), repr(day), str(day.date()), datetime.fromtimestamp(0).year]""",
     "the time of a date": "import datetime as d; t = d.datetime(2024, 2, 3, 4); "
-                          "return [t.time(), t.strftime('%Y'), d.datetime.time(t), d.time()]",
+                          "return [str(t.time()), t.strftime('%Y'), d.datetime.time(t).hour]",
     "a text": "from datetime import date; return date(2024, 2, 3).strftime('%Y')",
     "words": "time, operand, today, now = x, 3, 4, 5; return [time, operand, today, now]"}
 
@@ -208,9 +207,9 @@ def test_grade_has_the_clock_and_the_random_numbers_of_the_machine(grader):
 @pytest.mark.parametrize("test, code", [
     ("f(50)", "def f(n): return list({str(i) for i in range(n)})"),
     ("f(__import__('fractions').Fraction(1, 2))", "def f(x): return 2 * x"),
-    ("f('a').encode('cp1252')", "def f(x): return x * 2"),
+    ("list(f('a').encode('cp1252'))", "def f(x): return x * 2"),
     ("f(b'a')", "def f(x): return str(2 * x, 'cp1252')"),
-    ("f('a')", "def f(x): return bytearray(2 * x, 'cp1252')"),
+    ("f('a')", "def f(x): return list(bytearray(2 * x, 'cp1252'))"),
     ("f(b' \\x80')", "def f(x): return str(x.strip(), 'cp1252')"),
     ("f(b'\\x80')", "def f(x): return (lambda read: read('cp1252'))(x.decode)"),
     ("f(b'\\x80')", "def f(x): return ''.join(map(str, [x], ['cp' + '1252']))"),
@@ -220,6 +219,20 @@ def test_grade_has_the_clock_and_the_random_numbers_of_the_machine(grader):
 def test_a_value_is_the_same_in_a_child_with_other_modules(test, code, grader):
     """A set has the same order, and what a test or a codec needs is there."""
     assert grader.grade(task("import math\n" + code, test), code)["reward"] == 1
+
+
+def test_an_answer_has_the_packages_that_the_grader_has(monkeypatch, tmp_path):
+    """Wherever they are: sympy's place is taken by a module of another folder."""
+    r = random.Random("packages")
+    for number in range(3):
+        folder, marker = tmp_path / f"{number} {r.random()}", r.randrange(10 ** 9)
+        folder.mkdir()
+        (folder / "sympy.py").write_text(f"marker = {marker}\n")
+        with monkeypatch.context() as patch, closing(Grader(workers=1)) as g:
+            patch.setattr(sys, "path", [*sys.path[:number], str(folder), *sys.path[number:]])
+            wanted = task(f"def f(x): return {marker} * x", "f(1)", "f(2)")
+            answer = "import sympy\ndef f(x): return sympy.marker * x"
+            assert g.grade(wanted, answer)["reward"] == 1
 
 
 def test_every_codec_is_there(grader):
@@ -668,15 +681,6 @@ def test_the_time_to_turn_a_value_into_text_is_not_charged(form, grader, monkeyp
         colbench.as_text(value)
         assert called - begin < .2 < time.process_time() - called + .1
         assert grader.grade(large, large["ground_truth"])["reward"] == 1, large
-
-
-def test_an_answer_has_the_recursion_limit_of_any_program(graders):
-    """Also after a test whose value is nested, and in each later test of the child."""
-    nested = "def f(n):\n    import sys\n    a = sys.getrecursionlimit()\n" \
-             "    for _ in range(n): a = [a]\n    return a"
-    for grader in graders:
-        results = grader.results(nested, ["f(300)", "f(0)", "f(200)", "f(0)"])
-        assert results[1::2] == grader.results("", [str(sys.getrecursionlimit())]) * 2
 
 
 def test_only_root_may_read_a_server():

@@ -136,12 +136,14 @@ def test_every_number_is_that_of_plain_python(run):
         kind, systems, given = r.choice(["backend", "backend", "frontend"]), {}, {}
         for name in "abc"[:r.randint(1, 3)]:
             files, truths = random_system(r, name, kind)
-            if any(truth["reward"] is not None for truth in truths):
-                systems[name] = truths
-                given |= {f"{name}{seed}": records for seed, records in enumerate(files)}
+            given |= {f"{name}{seed}": records for seed, records in enumerate(files)}
+            systems[name] = truths
         args = [f"{name}=" + ",".join(f"{file}.jsonl" for file in given if file[0] == name)
                 for name in systems]
-        if not systems:
+        empty = [name for name in systems if not by_task(systems[name], "reward")]
+        if empty:
+            with pytest.raises(SystemExit, match=f"error: {empty[0]} has only failed episodes"):
+                run(*args, **given)
             continue
         results, table = run(*args, **given)
         for records in given.values():
@@ -273,6 +275,34 @@ def test_an_episode_counts_once_and_a_file_holds_one_system(run):
             else:
                 (found,), _ = run(*args, stdin=stdin, one=first, two=second)
                 assert (found["episodes"], found["distinct"]) == (4, 1)
+
+
+def test_a_failed_episode_is_one_that_no_file_of_its_run_repeats(run):
+    """A run is a model, trained by itself, with a seed of sampling, which may be in several files.
+
+    If the seed is not known, each file is a run.
+    """
+    r = random.Random("retries")
+    for _ in range(40):
+        files, n_failed, n_done = {}, 0, 0
+        runs = [(model, seed) for model in r.sample("pq", 2) for seed in r.sample(range(3), 2)]
+        for model, seed in runs + [(None, None), (None, None)]:
+            meta = {} if seed is None else {"model_weights": model, "seed": seed}
+            tries = [[] for _ in range(1 if seed is None else r.randint(1, 3))]
+            for task, sample in product("ab", range(2)):
+                ends = r.choices(["failed", "done"], [2, 1], k=len(tries))
+                ends = ends[:ends.index("done") + 1] if "done" in ends else ends
+                n_failed, n_done = n_failed + ("done" not in ends), n_done + ("done" in ends)
+                for end, file in zip(ends, tries):
+                    record = episode(task, texts=[f"{r.random()}"], sample=sample, meta=meta)
+                    if end == "failed":
+                        record = {key: record[key] for key in ("task", "sample", "meta")}
+                        record["failed"] = "no reply"
+                    file.append(record)
+            files |= {f"f{len(files) + i}": file for i, file in enumerate(tries) if file}
+        names = [f"{name}.jsonl" for name in r.sample([*files], len(files))]
+        (found,), _ = run(f"s={','.join(names)}", **files)
+        assert (found["episodes"], found["failed"]) == (n_done, n_failed)
 
 
 def test_two_tasks_of_one_id_are_not_compared(run):
