@@ -872,7 +872,8 @@ def text_of(tokenizer, action, thinking):
 
 def spells(tokenizer, ids, text):
     """Returns whether sampled ids decode to a text, with no special token but the last."""
-    return (max(ids) < len(tokenizer) and not special_ids(tokenizer) & {*ids[:-1]}
+    return (all(0 <= i < len(tokenizer) for i in ids)
+            and not special_ids(tokenizer) & {*ids[:-1]}
             and tokenizer.decode(ids, skip_special_tokens=True).strip() == text.strip())
 
 

@@ -56,7 +56,7 @@ def test_nodes_and_processes_train_as_one_process(nodes, processes, trainer, fla
     got, want = ([(row["loss"], row["grad_norm"]) for row in steps(tmp_path / name)]
                  for name in ("out", "alone"))
     assert len(got) == len(want) > 3
-    assert got[0] == pytest.approx(want[0], rel=1e-6)
+    assert got[0] == pytest.approx(want[0], rel=1e-5)  # other trees round sums of tokens otherwise
     for here, there in zip(got, want):
         assert here == pytest.approx(there, rel=tolerance)
     if trainer == "train_critic.py":
