@@ -315,24 +315,57 @@ class EpisodeRunner:
 
 # --- models in this process -----------------------------------------------------------------------
 
-COMPUTE_THREAD = ThreadPoolExecutor(1)  # runs all models, so that they don't block the event loop
 TREE_TOKENS = 16384  # most tokens per forward of the critic
+COMPUTE_THREAD = ThreadPoolExecutor(1)  # of TransformersEngine; the event loop goes on meanwhile
 
 
-class Batcher:
-    """Batches the requests of many episodes, and computes them in steps, in a thread.
+class Critic:
+    """A learned critic: the finished --out of train_critic.py."""
 
-    In a step, a subclass's compute(new) starts the new requests, and sets the `result` of at least
-    one running request.
+    def __init__(self, args):
+        flags = critic_args(["--score", args.critic])
+        check_pi_ref(args.critic, flags.model)
+        self.ref_reads_c, self.thinking = flags.ref_context == "hidden", args.thinking
+        self.pi, self.tokenizer = load(args.critic, DEVICE, "auto")
+        self.pi_ref, _ = load(flags.model, DEVICE, "auto")
+
+    def advantages(self, task, history, actions):
+        record = {"task": task, "meta": {"thinking": self.thinking}}
+        turns = pi_and_ref_turns(self.tokenizer, record, history, actions, pi_reads_c=True,
+                                 ref_reads_c=self.ref_reads_c)
+        ref_logps = reference_logps(self.pi_ref, dict(turns), TREE_TOKENS)
+        logps = score(self.pi, list(ref_logps), TREE_TOKENS)
+        return [advantage(logps[turn], ref_logps[turn]).item() for turn, _ in turns]
+
+
+class TransformersEngine:
+    """Samples with transformers in this process: a forward reads one token of all messages.
+
+    The batch has a row for each message. A prompt is read once, then its keys and values are copied
+    into the rows of its messages. Ended messages leave the batch, and those of new requests join. A
+    step ends when a request does.
+
+    The same key gives the same message unless rounding, which depends on the batch, flips a token:
+    with SmolLM2-135M this happens to about one message in ten, and more often to long ones.
+
+    Shapes: R rows, W tokens of the longest row, P prompts, L tokens of the longest, V vocabulary,
+    H query heads, KV key-value heads, D head size. Padding is at the left.
     """
 
-    def __init__(self):
+    def __init__(self, args, stop):
+        self.lm, _ = load_lm(args.model, DEVICE, args.dtype)
+        self.lm.set_attn_implementation("grouped")
+        self.args, self.stop = args, stop
         self.waiting, self.running = [], []  # requests
         self.step = None  # the task of the last step
+        self.actions = []  # the action of each row
+        self.mask = self.cache = None  # (R, W), 0 for padding; the rows' keys and values
 
-    async def submit(self, **fields):
-        """Returns the result of a request that has these fields."""
-        request = SimpleNamespace(result=None, **fields)
+    async def __call__(self, prompt, keys, max_new):
+        actions = [SimpleNamespace(rng=rng(*key), ids=[], logps=[], max_new=max_new, ended=False)
+                   for key in keys]
+        request = SimpleNamespace(prompt=tuple(prompt), actions=actions, result=None,
+                                  size=len(prompt) + max_new)
         self.waiting.append(request)
         if self.step is None or self.step.done():
             self.step = asyncio.create_task(self.run_step())
@@ -349,72 +382,20 @@ class Batcher:
             await asyncio.sleep(0)
         new = self.admit()
         self.running += new
-        await asyncio.get_running_loop().run_in_executor(COMPUTE_THREAD, self.compute, new)
+        try:
+            await asyncio.get_running_loop().run_in_executor(COMPUTE_THREAD, self.compute, new)
+        except Exception:  # it reaches the episodes of all requests, which await this step
+            self.waiting, self.running, self.actions = [], [], []
+            raise
         self.running = [request for request in self.running if request.result is None]
         if self.waiting or self.running:
             self.step = asyncio.create_task(self.run_step())
 
     def admit(self):
-        """Removes and returns the waiting requests that start now."""
-        new, self.waiting = self.waiting, []
-        return new
-
-
-class Critic(Batcher):
-    """A learned critic: the finished --out of train_critic.py."""
-
-    def __init__(self, args):
-        super().__init__()
-        flags = critic_args(["--score", args.critic])
-        check_pi_ref(args.critic, flags.model)
-        self.ref_reads_c, self.thinking = flags.ref_context == "hidden", args.thinking
-        self.pi, self.tokenizer = load(args.critic, DEVICE, "auto")
-        self.pi_ref, _ = load(flags.model, DEVICE, "auto")
-
-    async def advantages(self, task, history, actions):
-        record = {"task": task, "meta": {"thinking": self.thinking}}
-        turns = pi_and_ref_turns(self.tokenizer, record, history, actions, pi_reads_c=True,
-                                 ref_reads_c=self.ref_reads_c)
-        return await self.submit(turns=turns)
-
-    def compute(self, new):
-        ref_turn_of = dict(pair for request in new for pair in request.turns)
-        ref_logps = reference_logps(self.pi_ref, ref_turn_of, TREE_TOKENS)
-        logps = score(self.pi, list(ref_logps), TREE_TOKENS)
-        for request in new:
-            request.result = [advantage(logps[turn], ref_logps[turn]).item()
-                              for turn, _ in request.turns]
-
-
-class TransformersEngine(Batcher):
-    """Samples with transformers in this process: a forward reads one token of all messages.
-
-    The batch has a row for each message. A prompt is read once, then its keys and values are copied
-    into the rows of its messages. Ended messages leave the batch, and those of new requests join.
-    The same key gives the same message unless rounding, which depends on the batch, flips a token:
-    with SmolLM2-135M this happens to about one message in ten, and more often to long ones.
-
-    Shapes: R rows, W tokens of the longest row, P prompts, L tokens of the longest, V vocabulary,
-    H query heads, KV key-value heads, D head size. Padding is at the left.
-    """
-
-    def __init__(self, args, stop):
-        super().__init__()
-        self.lm, _ = load_lm(args.model, DEVICE, args.dtype)
-        self.lm.set_attn_implementation("grouped")
-        self.args, self.stop = args, stop
-        self.actions = []  # the action of each row
-        self.mask = self.cache = None  # (R, W), 0 for padding; the rows' keys and values
-
-    async def __call__(self, prompt, keys, max_new):
-        actions = [SimpleNamespace(rng=rng(*key), ids=[], logps=[], max_new=max_new, ended=False)
-                   for key in keys]
-        return await self.submit(prompt=tuple(prompt), actions=actions, size=len(prompt) + max_new)
-
-    def admit(self):
         """Removes and returns the waiting requests that fit, at least one if none is running."""
+        # wait until the new messages are a quarter of the batch, so that prompts are read together
         if sum(len(request.actions) for request in self.waiting) < len(self.actions) / 4:
-            return []  # wait until many prompts can be read at once
+            return []
         new = []
         while self.waiting:
             batch = [*self.running, *new, self.waiting[0]]
