@@ -136,6 +136,8 @@ def check_args(args):
         fail("--temperature 0 makes all --candidates and --best_of of a turn the same message")
     if (args.best_of > 1) != bool(args.critic):
         fail("--best_of (2 or more) and --critic need each other; give both or neither")
+    if args.agent and (args.candidates or args.critic):
+        fail("--candidates and --best_of need a --model that samples, not an --agent")
 
 
 # --- an episode -----------------------------------------------------------------------------------
@@ -191,6 +193,8 @@ class EpisodeRunner:
             if isinstance(message, str):
                 message = {"output": message}
             check_shape(message, RECORD["dialogue_history"][0], "act()'s message")
+            if "output" not in message:
+                raise ValueError("act()'s message has no 'output'")
             self.totals.update(actions=1, truncated=bool(message.get("cut")))
             return message
         actions, candidates = await self.sample_turn(history, key, self.args.best_of)
