@@ -46,13 +46,13 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
 from colbench import (ANSWER, ENVIRONMENTS, OUTPUT, RECORD, Episode, Renderer, RenderError, Seen,
-                      answered, check_shape, cpus, environment, human_prompt, read_records,
-                      settings, task_id, task_kind, without_thinking)
-from model import (find_model, load, load_lm, pi_and_ref_turns, reference_logps, render, score,
-                   stop_ids, think_prefix, turn_actions, weights_digest)
+                      answered, check_shape, environment, human_prompt, read_records, settings,
+                      task_id, task_kind, without_thinking)
+from model import (decode, find_model, load, load_lm, pi_and_ref_turns, reference_logps, render,
+                   score, stop_ids, think_prefix, turn_actions, weights_digest)
 from train_critic import advantage, check_pi_ref, get_args as critic_args
-from utils import (digest, fail, fail_on_error, open_stdout, parser, print_warnings, private_copy,
-                   progress, rng, run, say, version)
+from utils import (cpus, digest, fail, fail_on_error, open_stdout, parser, print_warnings,
+                   private_copy, progress, rng, run, say, version)
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
@@ -239,8 +239,8 @@ class EpisodeRunner:
         if max(ids) >= len(self.tokenizer):
             raise ValueError(f"token {max(ids)} is not in --model's vocabulary; does --engine "
                              "serve another model?")
-        text = self.tokenizer.decode(ids, skip_special_tokens=True)
-        action = {"output": text, "token_ids": ids, "logprobs": [round(x, 6) for x in logprobs]}
+        action = {"output": decode(self.tokenizer, ids), "token_ids": ids,
+                  "logprobs": [round(x, 6) for x in logprobs]}
         if ids[-1] not in self.stop:
             action["cut"] = True
         self.totals.update(actions=1, truncated="cut" in action)
@@ -267,7 +267,7 @@ class EpisodeRunner:
     def load_tokenizer(self):
         """Loads the tokenizer of --model, and reads what the episodes need of its configuration."""
         args = self.args
-        folder, self.tokenizer, config = find_model(args.model)
+        folder, self.tokenizer, config = find_model(args.model, weights=not args.engine)
         config = config.get_text_config()
         self.max_context = getattr(config, "max_position_embeddings", None) or math.inf
         with fail_on_error(f"the chat template of --model {args.model} can't be used"):

@@ -56,8 +56,8 @@ from transformers import (AttentionInterface, AutoConfig, AutoModelForCausalLM, 
                           GenerationConfig)
 from transformers.utils import logging
 
-from colbench import (HIDDEN, agent_messages, first_message, hidden_information, read_action,
-                      read_records, task_id, with_hidden)
+from colbench import (HIDDEN, THOUGHT_END, THOUGHT_START, agent_messages, first_message,
+                      hidden_information, read_action, read_records, task_id, with_hidden)
 from utils import (RANK, WORLD, add_warning, barrier, digest, drop_checkpoints, fail,
                    fail_on_error, print_warnings, progress, rng, say, sum_over_ranks, writing)
 
@@ -888,7 +888,7 @@ def text_of(tokenizer, action, thinking):
 def spells(tokenizer, ids, text):
     """Returns whether sampled ids decode to a text, with no special token but the last."""
     return (max(ids) < len(tokenizer) and not special_ids(tokenizer) & {*ids[:-1]}
-            and tokenizer.decode(ids, skip_special_tokens=True).strip() == text.strip())
+            and decode(tokenizer, ids).strip() == text.strip())
 
 
 def written_text(tokenizer, text, is_output, history, thinking):
@@ -981,8 +981,15 @@ def think_prefix(tokenizer, thinking=0):
 
 @functools.cache
 def special_ids(tokenizer):
-    """Returns {id of each special token}."""
-    return {i for i, token in tokenizer.added_tokens_decoder.items() if token.special}
+    """Returns {id of each special token}, but for those that start or end a thought."""
+    return {i for i, token in tokenizer.added_tokens_decoder.items() if token.special
+            and not THOUGHT_START.fullmatch(token.content)
+            and not THOUGHT_END.fullmatch(token.content)}
+
+
+def decode(tokenizer, ids):
+    """Returns the text of sampled ids, without special_ids."""
+    return tokenizer.decode([i for i in ids if i not in special_ids(tokenizer)])
 
 
 def stop_ids(tokenizer, folder):

@@ -7,6 +7,7 @@ import statistics
 import sys
 from collections import Counter
 from itertools import chain
+from pathlib import Path
 
 import pytest
 import torch
@@ -17,7 +18,7 @@ import evaluate
 import model as M
 from colbench import ANSWER, agent_messages
 from conftest import (PLAY, actions, change_json, complaint, dialogue, key_of, lines,
-                      nucleus, records, script, stdin_of, succeed)
+                      nucleus, records, script, stdin_of, succeed, turns_of)
 from train_critic import advantage
 
 
@@ -55,6 +56,56 @@ def test_actions_that_max_tokens_cut_are_marked_and_counted(tasks, tiny_dir, tmp
     share = 100 * sum("cut" in action for action in drawn) / len(drawn)
     assert 0 < share < 100
     assert f"; {share:.1f} % of messages truncated\n" in said
+
+
+@pytest.mark.parametrize("start, end", [("[THINK]", "[/THINK]"), ("<think>", "</think>"),
+                                        ("<|channel>", "<channel|>")])
+def test_special_tokens_around_a_thought_end_no_message(start, end, tiny_dir):
+    """The human reads what follows the thought, and the trainers read all tokens."""
+    p, r = runner(tiny_dir, "--max_turns", 1), random.Random(0)
+    p.tokenizer = M.find_model(tiny_dir)[1]
+    p.tokenizer.add_tokens([start, end], special_tokens=True)
+    p.stop = M.stop_ids(p.tokenizer, tiny_dir)
+    marks = p.tokenizer.convert_tokens_to_ids([start, end])
+    words = [i for word, i in p.tokenizer.get_vocab().items()
+             if word.strip("\u0120").isalpha() and word not in ("OUTPUT", "ANSWER")]
+    assert p.stop == {*p.tokenizer.all_special_ids} - {*marks}
+    for _ in range(100):
+        thought, said = r.choices(words, k=r.randrange(9)), r.choices(words, k=r.randrange(1, 9))
+        ids = [marks[0], *thought, marks[1], *said, r.choice([*p.stop])]
+
+        async def engine(prompt, keys, max_new):
+            return [(ids, [-1.0] * len(ids))]
+        p.engine = engine
+        task = {"id": "a", "problem_description": "p", "ground_truth": "g"}
+        record = asyncio.run(p.run_episode(task, 0))
+        message = record["dialogue_history"][1]
+        assert message["content"] == p.tokenizer.decode(said).strip() and "cut" not in message
+        ((_, action),) = turns_of(p.tokenizer, {"task": task, **record})
+        assert [*map(ord, action)] == ids
+
+
+def test_a_model_of_the_hub_is_the_same_before_and_after_its_download(tiny_dir, tmp_path,
+                                                                      monkeypatch):
+    """It is known by its weights, so that --resume takes the episodes of its first run."""
+    cache = tmp_path / "cache"
+    cache.mkdir()
+
+    def download(name, allow_patterns):
+        for pattern in allow_patterns:
+            for file in Path(tiny_dir).glob(pattern):
+                shutil.copy(file, cache)
+        return str(cache)
+    monkeypatch.setattr("huggingface_hub.snapshot_download", download)
+
+    def meta(*flags):
+        M.weights_digest.cache_clear()  # as in another process
+        return collect.EpisodeRunner(collect.get_args(["--model", "a/model", *flags])).meta
+    meta("--engine", "http://localhost:9/v1")
+    assert not [*cache.glob("*.safetensors")]  # only the server needs them
+    first = meta()
+    M.load("a/model")
+    assert first == meta() and first["model_weights"] == M.weights_digest(tiny_dir)
 
 
 def runner(tiny_dir, *flags):
