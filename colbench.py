@@ -413,7 +413,7 @@ RECORD = {                 # an episode: its key is (task id, sample)
     "meta": {              # how it was sampled
         "model_weights": str,
         "seed": int,
-        "candidates": {}}}       # how they were sampled, if later
+        "candidates_meta": {}}}  # how they were sampled, if later
 GRADE_FIELDS = "reward", "tests", "failure", "reward_by"  # fields written by the grader
 
 
@@ -451,7 +451,7 @@ def content_hash(task):
 
 
 # of collect.py's flags and of `meta`: what changes no episode but by rounding, paths, and numbers
-NO_SETTINGS = """k candidates resume concurrency engine dtype max_batch_tokens timeout retries
+NO_SETTINGS = """k candidates_meta resume concurrency engine dtype max_batch_tokens timeout retries
 model_weights version""".split()
 
 

@@ -31,7 +31,7 @@ import sys
 import traceback
 from collections import Counter, deque
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import aclosing
+from contextlib import aclosing, suppress
 from pathlib import Path
 from types import SimpleNamespace
 from urllib.parse import urlsplit
@@ -256,10 +256,11 @@ class EpisodeRunner:
         for turn, (history, actions) in enumerate(turn_actions(record)):
             message = actions[0]
             message.pop("candidates", None)  # of an earlier run, perhaps of another model
-            _, candidates = await self.sample_turn(history, (*key, turn), 0)
-            if candidates:
-                message["candidates"] = candidates
-        meta = {"thinking": self.args.thinking, "candidates": self.meta}  # merged into the old meta
+            with suppress(ContextFull):
+                _, candidates = await self.sample_turn(history, (*key, turn), 0)
+                if candidates:
+                    message["candidates"] = candidates
+        meta = {"thinking": self.args.thinking, "candidates_meta": self.meta}  # beside the old meta
         return {"sample": sample, "answered": answered(record), "meta": meta}
 
     # loading
@@ -747,7 +748,6 @@ def run_meta(args):
         del meta["model"], meta["seed"]
     for name in ("agent", "human", "critic"):
         meta[name] = fingerprint(meta[name])
-    meta["n_candidates"] = args.candidates  # `candidates` has the settings of later ones
     prompts = [(ANSWER, OUTPUT, kind.agent_prompt, kind.human_prompt)
                for kind in ENVIRONMENTS.values()]
     return meta | {"version": version(), "prompts": digest(prompts)}
@@ -787,7 +787,7 @@ def finished_episodes(f, meta, tasks):
         if "failed" not in r:
             done.add((task_id(r["task"]), r["sample"]))
         old = r.get("meta", {})
-        old = settings(old.get("candidates", old))  # if add_candidates wrote it
+        old = settings(old.get("candidates_meta", old))  # if add_candidates wrote it
         for name in new.keys() & old.keys():
             if old[name] != new[name]:
                 fail(f"--resume {f.name} holds episodes with {name} {old[name]}, not {new[name]}; "

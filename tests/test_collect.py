@@ -310,7 +310,7 @@ def test_whatever_changes_an_episode_must_be_as_in_the_file(resume, episodes, tm
             resume(file, *flags)
 
     for old in (meta, {**meta, **dict.fromkeys(FREE, "another")},
-                {"thinking": 1, "candidates": meta}):  # the settings of the candidates
+                {"thinking": 1, "candidates_meta": meta}):  # the settings of the candidates
         file.write_text(lines([{**episodes[0], "meta": old}]))
         resume(file, "--concurrency", 1, "-k", 3, "--max_batch_tokens", 9, "--dtype", "bf16")
     for name in meta.keys() - {*FREE}:
@@ -322,9 +322,9 @@ def test_whatever_changes_an_episode_must_be_as_in_the_file(resume, episodes, tm
         edited.write_text(text + "\n")
         refused(f"{name} ")
         edited.write_text(text)
-    for name, flag, value in (("n_candidates", "candidates", 5), ("human", "human", "fixed:no"),
-                              *(2 * [flag] + [0.5] for flag in ("candidates_share", "top_p"))):
-        refused(f"{name} .*, not {value}; ", "--" + flag, value)
+    for flag, value in (("candidates", 5), ("human", "fixed:no"), ("candidates_share", 0.5),
+                        ("top_p", 0.5)):
+        refused(f"{flag} .*, not {value}; ", "--" + flag, value)
     monkeypatch.setattr(collect.ENVIRONMENTS["backend"], "agent_prompt", "Do as you like.")
     refused("prompts ")
 
@@ -335,7 +335,7 @@ def test_each_flag_but_those_of_speed_and_paths_is_a_setting(resume, tmp_path):
     resume(tmp_path / "all.jsonl")
     meta = resume.meta
     flags = vars(collect.get_args(["--human", "fixed:x"])).keys() - {*colbench.NO_SETTINGS}
-    assert colbench.settings(meta).keys() == flags | {"n_candidates", "prompts"}
+    assert colbench.settings(meta).keys() == flags | {"prompts"}
     assert not {*evaluate.SYSTEM} - flags - {"agent_model"}
 
 
@@ -458,29 +458,29 @@ def test_a_dialogue_is_answered_if_its_last_message_has_the_marker(episodes, pla
         r["dialogue_history"][-1] |= {"output": ended, "content": ended}
     again, _, _ = playing(episodes[:2], "--candidates", 2, "--max_tokens", 5, "--seed", 8)
     assert sorted(r["answered"] for r in again) == [False, True]
-    assert all(r["meta"]["candidates"]["seed"] == 8 and "seed" not in r["meta"] for r in again)
+    assert all(r["meta"]["candidates_meta"]["seed"] == 8 and "seed" not in r["meta"] for r in again)
 
 
 def test_new_candidates_replace_old_ones_and_their_settings(episodes, playing):
     """Those of another model and seed, or with --candidates_share none at all."""
     given = episodes[:2]
     for r in given:
-        r["meta"]["candidates"] = {**r["meta"], "seed": 5, "model": "another", "old": 1}
+        r["meta"]["candidates_meta"] = {**r["meta"], "seed": 5, "model": "another", "old": 1}
     before = {key_of(r): tokens_of(r) for r in given}
-    settings = {key_of(r): {**r["meta"], "candidates": None} for r in given}
+    settings = {key_of(r): {**r["meta"], "candidates_meta": None} for r in given}
     flags = ["--candidates", 2, "--max_tokens", 5]
     again, _, _ = playing(given, *flags, "--seed", 8)
     none, _, _ = playing(again, *flags, "--candidates_share", 0)
     for r in (*again, *none):
-        assert {**r["meta"], "candidates": None} == settings[key_of(r)]
+        assert {**r["meta"], "candidates_meta": None} == settings[key_of(r)]
     for r in again:
-        new = r["meta"]["candidates"]
-        assert new["seed"] == 8 and new["n_candidates"] == 2 and "old" not in new
+        new = r["meta"]["candidates_meta"]
+        assert new["seed"] == 8 and new["candidates"] == 2 and "old" not in new
         assert new["model"] == given[0]["meta"]["model"]
         for was, now in zip(before[key_of(r)], tokens_of(r), strict=True):
             assert was[0] == now[0] and len(now) == 3 and was[1:3] != now[1:]
     for r in none:
-        assert r["meta"]["candidates"]["candidates_share"] == 0
+        assert r["meta"]["candidates_meta"]["candidates_share"] == 0
         assert not any("candidates" in m for m in agent_messages(r))
 
 
@@ -556,6 +556,26 @@ def test_a_dialogue_longer_than_the_models_context_ends_unanswered(tasks, tiny_d
     assert not r["answered"] and r["answer"] == "" and len(agent_messages(r)) < 10
     assert r["dialogue_history"][-1]["role"] == "assistant"
     assert "task long, sample 0 failed: ContextFull: the context is full: " in said
+
+
+def test_a_dialogue_longer_than_the_models_context_gets_candidates_as_far_as_it_fits(
+        episodes, tiny_dir, tmp_path, playing):
+    base, r = shutil.copytree(tiny_dir, tmp_path / "base"), random.Random(0)
+    tokenizer, n_without = M.find_model(tiny_dir)[1], []
+    for given in episodes:
+        for message in agent_messages(given):
+            message["candidates"] = [{"output": "old"}]
+    prompts = {key_of(e): [len(prompt) for prompt, _ in turns_of(tokenizer, e)] for e in episodes}
+    for room in [0, *(r.choice(sum(prompts.values(), [])) for _ in range(4))]:
+        change_json(base / "config.json", max_position_embeddings=room + 1)
+        got, _, end = playing(episodes, "--model", base, "--candidates", 1, "--max_tokens", 2)
+        assert end is None and len(got) == len(episodes)
+        for e in got:
+            has = ["candidates" in message for message in agent_messages(e)]
+            assert has == [length <= room for length in prompts[key_of(e)]]
+            assert "old" not in str(e)
+            n_without.append(has.count(False))
+    assert len({*n_without}) > 2
 
 
 def test_a_template_without_a_generation_prompt_is_refused(tiny_dir):
