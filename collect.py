@@ -207,11 +207,11 @@ class EpisodeRunner:
 
     async def best_action(self, task, history, actions):
         """Returns the action with the highest advantage + --logprob_weight * log-prob."""
-        scores = await call_user_function(self.critic, task, history, actions)
-        if len(scores) != len(actions) or not all(map(math.isfinite, scores)):
-            raise ValueError(f"a critic must give {len(actions)} finite scores, not {scores}")
-        values = [score + self.args.logprob_weight * sum(action["logprobs"])
-                  for score, action in zip(scores, actions)]
+        advantages = await call_user_function(self.critic, task, history, actions)
+        if len(advantages) != len(actions) or not all(map(math.isfinite, advantages)):
+            raise ValueError(f"a critic must give {len(actions)} finite numbers, not {advantages}")
+        values = [a + self.args.logprob_weight * sum(action["logprobs"])
+                  for a, action in zip(advantages, actions)]
         return actions[values.index(max(values))]
 
     async def sample_turn(self, history, key, n_actions):
@@ -484,7 +484,8 @@ class TransformersEngine:
         if top_p < 1 and temperature:
             ordered, tokens = logps.sort(descending=True)
             tail = ordered.exp().cumsum(-1) - ordered.exp() >= top_p  # (R, V), in sorted order
-            logps = logps.masked_fill(tail.scatter(-1, tokens, tail), -math.inf).log_softmax(-1)
+            tail = torch.zeros_like(tail).scatter(-1, tokens, tail)  # in the vocabulary's order
+            logps = logps.masked_fill(tail, -math.inf).log_softmax(-1)
         if temperature:
             # inverse transform sampling: u is uniform in [0, 1), also after rounding to fp32
             u = torch.tensor([[g.random() * (1 - 2 ** -24)] for g in generators], device=DEVICE)
@@ -703,7 +704,8 @@ def own_words(reply):
 def redact(reply, task):
     """Replaces lines of the reference that the reply quotes by "[...]", however they are spaced.
 
-    A quote is of one line or of several in sequence, and has 12 or more characters.
+    A quote is of one line or of several in sequence, and has 12 or more characters. A task's own
+    hidden information may be quoted: it has the facts that the human is asked for.
     """
     lines = ["".join(line.split()) for line in task["ground_truth"].split("\n") if line.strip()]
     bare, quotes = "".join(reply.split()), []
