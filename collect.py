@@ -51,8 +51,8 @@ from colbench import (ANSWER, ENVIRONMENTS, OUTPUT, RECORD, Episode, Renderer, R
 from model import (decode, find_model, load, load_lm, pi_and_ref_turns, reference_logps, render,
                    score, stop_ids, think_prefix, turn_actions, weights_digest)
 from train_critic import advantage, check_pi_ref, get_args as critic_args
-from utils import (cpus, digest, fail, fail_on_error, open_stdout, parser, print_warnings,
-                   private_copy, progress, rng, run, say, version)
+from utils import (cpus, digest, fail, fail_on_error, open_stdout, parser, private_copy, progress,
+                   rng, run, say, version)
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
@@ -107,8 +107,6 @@ def add_sampling_flags(p):
     g.add_argument("--critic", metavar="WHO", help="--out of train_critic.py, or a FILE.py with "
                    "advantages(task, history, actions); it sees the reference, so this is no fair "
                    "test of the agent")
-    g.add_argument("--logprob_weight", type=float, default=0.0, help="with --best_of: send the "
-                   "message of the highest advantage + this * log-prob")
 
 
 def add_engine_flags(p):
@@ -206,13 +204,11 @@ class EpisodeRunner:
         return message
 
     async def best_action(self, task, history, actions):
-        """Returns the action with the highest advantage + --logprob_weight * log-prob."""
-        advantages = await call_user_function(self.critic, task, history, actions)
+        """Returns the action to which the critic gives the highest advantage."""
+        advantages = [*await call_user_function(self.critic, task, history, actions)]
         if len(advantages) != len(actions) or not all(map(math.isfinite, advantages)):
             raise ValueError(f"a critic must give {len(actions)} finite numbers, not {advantages}")
-        values = [a + self.args.logprob_weight * sum(action["logprobs"])
-                  for a, action in zip(advantages, actions)]
-        return actions[values.index(max(values))]
+        return actions[advantages.index(max(advantages))]
 
     async def sample_turn(self, history, key, n_actions):
         """Samples n_actions messages and the turn's candidates; returns two lists of actions."""
@@ -889,7 +885,6 @@ async def collect(args, emit):
         jobs = [(record, i) for record, i in jobs if (record["task"]["id"], i) not in done]
     collector = Collector(runner, jobs, emit)
     await asyncio.gather(*(collector.worker() for _ in range(args.concurrency)))
-    print_warnings()
     percent = 100 * runner.totals["truncated"] / max(1, runner.totals["actions"])
     say(f"wrote {collector.n_written} episodes ({len(done)} more in the --resume file); "
         f"{percent:.1f} % of messages truncated")
