@@ -411,7 +411,7 @@ RECORD = {                 # an episode: its key is (task id, sample)
     "meta": {              # how it was sampled
         "model_weights": str,
         "seed": int,
-        "candidates": {}}}       # how they were sampled, if later
+        "candidates_meta": {}}}  # how they were sampled, if later
 GRADE_FIELDS = "reward", "tests", "failure", "reward_by"  # fields written by the grader
 
 
@@ -450,7 +450,7 @@ def content_hash(task):
 
 # Flags of collect.py and fields of `meta` in which two files of one system may differ: counts,
 # paths, speed, rounding and versions
-NO_SETTINGS = """k candidates resume concurrency engine dtype max_batch_tokens timeout retries
+NO_SETTINGS = """k candidates_meta resume concurrency engine dtype max_batch_tokens timeout retries
 model_weights version""".split()
 
 

@@ -31,7 +31,7 @@ import sys
 import traceback
 from collections import Counter, deque
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import aclosing
+from contextlib import aclosing, suppress
 from pathlib import Path
 from types import SimpleNamespace
 from urllib.parse import urlsplit
@@ -46,13 +46,13 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
 from colbench import (ANSWER, ENVIRONMENTS, OUTPUT, RECORD, Episode, Renderer, RenderError, Seen,
-                      answered, check_shape, cpus, environment, human_prompt, read_records,
-                      settings, task_id, task_kind, without_thinking)
-from model import (find_model, load, load_lm, pi_and_ref_turns, reference_logps, render, score,
-                   stop_ids, think_prefix, turn_actions, weights_digest)
+                      answered, check_shape, environment, human_prompt, read_records, settings,
+                      task_id, task_kind, without_thinking)
+from model import (decode, find_model, load, load_lm, pi_and_ref_turns, reference_logps, render,
+                   score, stop_ids, think_prefix, turn_actions, weights_digest)
 from train_critic import advantage, check_pi_ref, get_args as critic_args
-from utils import (digest, fail, fail_on_error, open_stdout, parser, print_warnings, private_copy,
-                   progress, rng, run, say, version)
+from utils import (cpus, digest, fail, fail_on_error, open_stdout, parser, private_copy, progress,
+                   rng, run, say, version)
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
@@ -107,8 +107,6 @@ def add_sampling_flags(p):
     g.add_argument("--critic", metavar="WHO", help="--out of train_critic.py, or a FILE.py with "
                    "advantages(task, history, actions); it sees the reference, so this is no fair "
                    "test of the agent")
-    g.add_argument("--logprob_weight", type=float, default=0.0, help="with --best_of: send the "
-                   "message of the highest advantage + this * log-prob")
 
 
 def add_engine_flags(p):
@@ -136,6 +134,8 @@ def check_args(args):
         fail("--temperature 0 makes all --candidates and --best_of of a turn the same message")
     if (args.best_of > 1) != bool(args.critic):
         fail("--best_of (2 or more) and --critic need each other; give both or neither")
+    if args.agent and (args.candidates or args.critic):
+        fail("--candidates and --best_of need a --model that samples, not an --agent")
 
 
 # --- an episode -----------------------------------------------------------------------------------
@@ -191,6 +191,8 @@ class EpisodeRunner:
             if isinstance(message, str):
                 message = {"output": message}
             check_shape(message, RECORD["dialogue_history"][0], "act()'s message")
+            if "output" not in message:
+                raise ValueError("act()'s message has no 'output'")
             self.totals.update(actions=1, truncated=bool(message.get("cut")))
             return message
         actions, candidates = await self.sample_turn(history, key, self.args.best_of)
@@ -202,13 +204,11 @@ class EpisodeRunner:
         return message
 
     async def best_action(self, task, history, actions):
-        """Returns the action with the highest advantage + --logprob_weight * log-prob."""
-        scores = await call_user_function(self.critic, task, history, actions)
-        if len(scores) != len(actions) or not all(map(math.isfinite, scores)):
-            raise ValueError(f"a critic must give {len(actions)} finite scores, not {scores}")
-        values = [score + self.args.logprob_weight * sum(action["logprobs"])
-                  for score, action in zip(scores, actions)]
-        return actions[values.index(max(values))]
+        """Returns the action to which the critic gives the highest advantage."""
+        advantages = [*await call_user_function(self.critic, task, history, actions)]
+        if len(advantages) != len(actions) or not all(map(math.isfinite, advantages)):
+            raise ValueError(f"a critic must give {len(actions)} finite numbers, not {advantages}")
+        return actions[advantages.index(max(advantages))]
 
     async def sample_turn(self, history, key, n_actions):
         """Samples n_actions messages and the turn's candidates; returns two lists of actions."""
@@ -235,8 +235,8 @@ class EpisodeRunner:
         if max(ids) >= len(self.tokenizer):
             raise ValueError(f"token {max(ids)} is not in --model's vocabulary; does --engine "
                              "serve another model?")
-        text = self.tokenizer.decode(ids, skip_special_tokens=True)
-        action = {"output": text, "token_ids": ids, "logprobs": [round(x, 6) for x in logprobs]}
+        action = {"output": decode(self.tokenizer, ids), "token_ids": ids,
+                  "logprobs": [round(x, 6) for x in logprobs]}
         if ids[-1] not in self.stop:
             action["cut"] = True
         self.totals.update(actions=1, truncated="cut" in action)
@@ -252,10 +252,11 @@ class EpisodeRunner:
         for turn, (history, actions) in enumerate(turn_actions(record)):
             message = actions[0]
             message.pop("candidates", None)  # of an earlier run, perhaps of another model
-            _, candidates = await self.sample_turn(history, (*key, turn), 0)
-            if candidates:
-                message["candidates"] = candidates
-        meta = {"thinking": self.args.thinking, "candidates": self.meta}  # merged into the old meta
+            with suppress(ContextFull):
+                _, candidates = await self.sample_turn(history, (*key, turn), 0)
+                if candidates:
+                    message["candidates"] = candidates
+        meta = {"thinking": self.args.thinking, "candidates_meta": self.meta}  # beside the old meta
         return {"sample": sample, "answered": answered(record), "meta": meta}
 
     # loading
@@ -263,7 +264,7 @@ class EpisodeRunner:
     def load_tokenizer(self):
         """Loads the tokenizer of --model, and reads what the episodes need of its configuration."""
         args = self.args
-        folder, self.tokenizer, config = find_model(args.model)
+        folder, self.tokenizer, config = find_model(args.model, weights=not args.engine)
         config = config.get_text_config()
         self.max_context = getattr(config, "max_position_embeddings", None) or math.inf
         with fail_on_error(f"the chat template of --model {args.model} can't be used"):
@@ -315,24 +316,57 @@ class EpisodeRunner:
 
 # --- models in this process -----------------------------------------------------------------------
 
-COMPUTE_THREAD = ThreadPoolExecutor(1)  # runs all models, so that they don't block the event loop
 TREE_TOKENS = 16384  # most tokens per forward of the critic
+COMPUTE_THREAD = ThreadPoolExecutor(1)  # of TransformersEngine; the event loop goes on meanwhile
 
 
-class Batcher:
-    """Batches the requests of many episodes, and computes them in steps, in a thread.
+class Critic:
+    """A learned critic: the finished --out of train_critic.py."""
 
-    In a step, a subclass's compute(new) starts the new requests, and sets the `result` of at least
-    one running request.
+    def __init__(self, args):
+        flags = critic_args(["--score", args.critic])
+        check_pi_ref(args.critic, flags.model)
+        self.ref_reads_c, self.thinking = flags.ref_context == "hidden", args.thinking
+        self.pi, self.tokenizer = load(args.critic, DEVICE, "auto")
+        self.pi_ref, _ = load(flags.model, DEVICE, "auto")
+
+    def advantages(self, task, history, actions):
+        record = {"task": task, "meta": {"thinking": self.thinking}}
+        turns = pi_and_ref_turns(self.tokenizer, record, history, actions, pi_reads_c=True,
+                                 ref_reads_c=self.ref_reads_c)
+        ref_logps = reference_logps(self.pi_ref, dict(turns), TREE_TOKENS)
+        logps = score(self.pi, list(ref_logps), TREE_TOKENS)
+        return [advantage(logps[turn], ref_logps[turn]).item() for turn, _ in turns]
+
+
+class TransformersEngine:
+    """Samples with transformers in this process: a forward reads one token of all messages.
+
+    The batch has a row for each message. A prompt is read once, then its keys and values are copied
+    into the rows of its messages. Ended messages leave the batch, and those of new requests join. A
+    step ends when a request does.
+
+    The same key gives the same message unless rounding, which depends on the batch, flips a token:
+    with SmolLM2-135M this happens to about one message in ten, and more often to long ones.
+
+    Shapes: R rows, W tokens of the longest row, P prompts, L tokens of the longest, V vocabulary,
+    H query heads, KV key-value heads, D head size. Padding is at the left.
     """
 
-    def __init__(self):
+    def __init__(self, args, stop):
+        self.lm, _ = load_lm(args.model, DEVICE, args.dtype)
+        self.lm.set_attn_implementation("grouped")
+        self.args, self.stop = args, stop
         self.waiting, self.running = [], []  # requests
         self.step = None  # the task of the last step
+        self.actions = []  # the action of each row
+        self.mask = self.cache = None  # (R, W), 0 for padding; the rows' keys and values
 
-    async def submit(self, **fields):
-        """Returns the result of a request that has these fields."""
-        request = SimpleNamespace(result=None, **fields)
+    async def __call__(self, prompt, keys, max_new):
+        actions = [SimpleNamespace(rng=rng(*key), ids=[], logps=[], max_new=max_new, ended=False)
+                   for key in keys]
+        request = SimpleNamespace(prompt=tuple(prompt), actions=actions, result=None,
+                                  size=len(prompt) + max_new)
         self.waiting.append(request)
         if self.step is None or self.step.done():
             self.step = asyncio.create_task(self.run_step())
@@ -349,72 +383,20 @@ class Batcher:
             await asyncio.sleep(0)
         new = self.admit()
         self.running += new
-        await asyncio.get_running_loop().run_in_executor(COMPUTE_THREAD, self.compute, new)
+        try:
+            await asyncio.get_running_loop().run_in_executor(COMPUTE_THREAD, self.compute, new)
+        except Exception:  # it reaches the episodes of all requests, which await this step
+            self.waiting, self.running, self.actions = [], [], []
+            raise
         self.running = [request for request in self.running if request.result is None]
         if self.waiting or self.running:
             self.step = asyncio.create_task(self.run_step())
 
     def admit(self):
-        """Removes and returns the waiting requests that start now."""
-        new, self.waiting = self.waiting, []
-        return new
-
-
-class Critic(Batcher):
-    """A learned critic: the finished --out of train_critic.py."""
-
-    def __init__(self, args):
-        super().__init__()
-        flags = critic_args(["--score", args.critic])
-        check_pi_ref(args.critic, flags.model)
-        self.ref_reads_c, self.thinking = flags.ref_context == "hidden", args.thinking
-        self.pi, self.tokenizer = load(args.critic, DEVICE, "auto")
-        self.pi_ref, _ = load(flags.model, DEVICE, "auto")
-
-    async def advantages(self, task, history, actions):
-        record = {"task": task, "meta": {"thinking": self.thinking}}
-        turns = pi_and_ref_turns(self.tokenizer, record, history, actions, pi_reads_c=True,
-                                 ref_reads_c=self.ref_reads_c)
-        return await self.submit(turns=turns)
-
-    def compute(self, new):
-        ref_turn_of = dict(pair for request in new for pair in request.turns)
-        ref_logps = reference_logps(self.pi_ref, ref_turn_of, TREE_TOKENS)
-        logps = score(self.pi, list(ref_logps), TREE_TOKENS)
-        for request in new:
-            request.result = [advantage(logps[turn], ref_logps[turn]).item()
-                              for turn, _ in request.turns]
-
-
-class TransformersEngine(Batcher):
-    """Samples with transformers in this process: a forward reads one token of all messages.
-
-    The batch has a row for each message. A prompt is read once, then its keys and values are copied
-    into the rows of its messages. Ended messages leave the batch, and those of new requests join.
-    The same key gives the same message unless rounding, which depends on the batch, flips a token:
-    with SmolLM2-135M this happens to about one message in ten, and more often to long ones.
-
-    Shapes: R rows, W tokens of the longest row, P prompts, L tokens of the longest, V vocabulary,
-    H query heads, KV key-value heads, D head size. Padding is at the left.
-    """
-
-    def __init__(self, args, stop):
-        super().__init__()
-        self.lm, _ = load_lm(args.model, DEVICE, args.dtype)
-        self.lm.set_attn_implementation("grouped")
-        self.args, self.stop = args, stop
-        self.actions = []  # the action of each row
-        self.mask = self.cache = None  # (R, W), 0 for padding; the rows' keys and values
-
-    async def __call__(self, prompt, keys, max_new):
-        actions = [SimpleNamespace(rng=rng(*key), ids=[], logps=[], max_new=max_new, ended=False)
-                   for key in keys]
-        return await self.submit(prompt=tuple(prompt), actions=actions, size=len(prompt) + max_new)
-
-    def admit(self):
         """Removes and returns the waiting requests that fit, at least one if none is running."""
+        # wait until the new messages are a quarter of the batch, so that prompts are read together
         if sum(len(request.actions) for request in self.waiting) < len(self.actions) / 4:
-            return []  # wait until many prompts can be read at once
+            return []
         new = []
         while self.waiting:
             batch = [*self.running, *new, self.waiting[0]]
@@ -498,7 +480,8 @@ class TransformersEngine(Batcher):
         if top_p < 1 and temperature:
             ordered, tokens = logps.sort(descending=True)
             tail = ordered.exp().cumsum(-1) - ordered.exp() >= top_p  # (R, V), in sorted order
-            logps = logps.masked_fill(tail.scatter(-1, tokens, tail), -math.inf).log_softmax(-1)
+            tail = torch.zeros_like(tail).scatter(-1, tokens, tail)  # in the vocabulary's order
+            logps = logps.masked_fill(tail, -math.inf).log_softmax(-1)
         if temperature:
             # inverse transform sampling: u is uniform in [0, 1), also after rounding to fp32
             u = torch.tensor([[g.random() * (1 - 2 ** -24)] for g in generators], device=DEVICE)
@@ -717,7 +700,8 @@ def own_words(reply):
 def redact(reply, task):
     """Replaces lines of the reference that the reply quotes by "[...]", however they are spaced.
 
-    A quote is of one line or of several in sequence, and has 12 or more characters.
+    A quote is of one line or of several in sequence, and has 12 or more characters. A task's own
+    hidden information may be quoted: it has the facts that the human is asked for.
     """
     lines = ["".join(line.split()) for line in task["ground_truth"].split("\n") if line.strip()]
     bare, quotes = "".join(reply.split()), []
@@ -762,7 +746,6 @@ def run_meta(args):
         del meta["model"], meta["seed"]
     for name in ("agent", "human", "critic"):
         meta[name] = fingerprint(meta[name])
-    meta["n_candidates"] = args.candidates  # `candidates` has the settings of later ones
     prompts = [(ANSWER, OUTPUT, kind.agent_prompt, kind.human_prompt)
                for kind in ENVIRONMENTS.values()]
     return meta | {"version": version(), "prompts": digest(prompts)}
@@ -802,7 +785,7 @@ def finished_episodes(f, meta, tasks):
         if "failed" not in r:
             done.add((task_id(r["task"]), r["sample"]))
         old = r.get("meta", {})
-        old = settings(old.get("candidates", old))  # if add_candidates wrote it
+        old = settings(old.get("candidates_meta", old))  # if add_candidates wrote it
         for name in new.keys() & old.keys():
             if old[name] != new[name]:
                 fail(f"--resume {f.name} holds episodes with {name} {old[name]}, not {new[name]}; "
@@ -902,7 +885,6 @@ async def collect(args, emit):
         jobs = [(record, i) for record, i in jobs if (record["task"]["id"], i) not in done]
     collector = Collector(runner, jobs, emit)
     await asyncio.gather(*(collector.worker() for _ in range(args.concurrency)))
-    print_warnings()
     percent = 100 * runner.totals["truncated"] / max(1, runner.totals["actions"])
     say(f"wrote {collector.n_written} episodes ({len(done)} more in the --resume file); "
         f"{percent:.1f} % of messages truncated")

@@ -55,7 +55,8 @@ from transformers import (AttentionInterface, AutoConfig, AutoModelForCausalLM, 
                           GenerationConfig)
 from transformers.utils import logging
 
-from colbench import hidden_information, read_action, read_records, task_id, with_hidden
+from colbench import (THOUGHT_END, THOUGHT_START, hidden_information, read_action, read_records,
+                      task_id, with_hidden)
 from utils import (RANK, WORLD, add_warning, barrier, digest, drop_checkpoints, fail,
                    fail_on_error, print_warnings, progress, rng, say, sum_over_ranks, writing)
 
@@ -874,7 +875,7 @@ def spells(tokenizer, ids, text):
     """Returns whether sampled ids decode to a text, with no special token but the last."""
     return (all(0 <= i < len(tokenizer) for i in ids)
             and not special_ids(tokenizer) & {*ids[:-1]}
-            and tokenizer.decode(ids, skip_special_tokens=True).strip() == text.strip())
+            and decode(tokenizer, ids).strip() == text.strip())
 
 
 def written_text(tokenizer, text, history, thinking):
@@ -964,8 +965,15 @@ def think_prefix(tokenizer, thinking=0):
 
 @functools.cache
 def special_ids(tokenizer):
-    """Returns {id of each special token}."""
-    return {i for i, token in tokenizer.added_tokens_decoder.items() if token.special}
+    """Returns {id of each special token}, but for those that start or end a thought."""
+    return {i for i, token in tokenizer.added_tokens_decoder.items() if token.special
+            and not THOUGHT_START.fullmatch(token.content)
+            and not THOUGHT_END.fullmatch(token.content)}
+
+
+def decode(tokenizer, ids):
+    """Returns the text of sampled ids, without special_ids."""
+    return tokenizer.decode([i for i in ids if i not in special_ids(tokenizer)])
 
 
 def stop_ids(tokenizer, folder):

@@ -7,6 +7,7 @@ import statistics
 import sys
 from collections import Counter
 from itertools import chain
+from pathlib import Path
 
 import pytest
 import torch
@@ -17,7 +18,7 @@ import evaluate
 import model as M
 from colbench import ANSWER, agent_messages
 from conftest import (PLAY, actions, change_json, complaint, dialogue, key_of, lines,
-                      nucleus, records, script, stdin_of, succeed)
+                      nucleus, records, script, stdin_of, succeed, turns_of)
 from train_critic import advantage
 
 
@@ -55,6 +56,56 @@ def test_actions_that_max_tokens_cut_are_marked_and_counted(tasks, tiny_dir, tmp
     share = 100 * sum("cut" in action for action in drawn) / len(drawn)
     assert 0 < share < 100
     assert f"; {share:.1f} % of messages truncated\n" in said
+
+
+@pytest.mark.parametrize("start, end", [("[THINK]", "[/THINK]"), ("<think>", "</think>"),
+                                        ("<|channel>", "<channel|>")])
+def test_special_tokens_around_a_thought_end_no_message(start, end, tiny_dir):
+    """The human reads what follows the thought, and the trainers read all tokens."""
+    p, r = runner(tiny_dir, "--max_turns", 1), random.Random(0)
+    p.tokenizer = M.find_model(tiny_dir)[1]
+    p.tokenizer.add_tokens([start, end], special_tokens=True)
+    p.stop = M.stop_ids(p.tokenizer, tiny_dir)
+    marks = p.tokenizer.convert_tokens_to_ids([start, end])
+    words = [i for word, i in p.tokenizer.get_vocab().items()
+             if word.strip("\u0120").isalpha() and word not in ("OUTPUT", "ANSWER")]
+    assert p.stop == {*p.tokenizer.all_special_ids} - {*marks}
+    for _ in range(100):
+        thought, said = r.choices(words, k=r.randrange(9)), r.choices(words, k=r.randrange(1, 9))
+        ids = [marks[0], *thought, marks[1], *said, r.choice([*p.stop])]
+
+        async def engine(prompt, keys, max_new):
+            return [(ids, [-1.0] * len(ids))]
+        p.engine = engine
+        task = {"id": "a", "problem_description": "p", "ground_truth": "g"}
+        record = asyncio.run(p.run_episode(task, 0))
+        message = record["dialogue_history"][1]
+        assert message["content"] == p.tokenizer.decode(said).strip() and "cut" not in message
+        ((_, action),) = turns_of(p.tokenizer, {"task": task, **record})
+        assert [*map(ord, action)] == ids
+
+
+def test_a_model_of_the_hub_is_the_same_before_and_after_its_download(tiny_dir, tmp_path,
+                                                                      monkeypatch):
+    """It is known by its weights, so that --resume takes the episodes of its first run."""
+    cache = tmp_path / "cache"
+    cache.mkdir()
+
+    def download(name, allow_patterns):
+        for pattern in allow_patterns:
+            for file in Path(tiny_dir).glob(pattern):
+                shutil.copy(file, cache)
+        return str(cache)
+    monkeypatch.setattr("huggingface_hub.snapshot_download", download)
+
+    def meta(*flags):
+        M.weights_digest.cache_clear()  # as in another process
+        return collect.EpisodeRunner(collect.get_args(["--model", "a/model", *flags])).meta
+    meta("--engine", "http://localhost:9/v1")
+    assert not [*cache.glob("*.safetensors")]  # only the server needs them
+    first = meta()
+    M.load("a/model")
+    assert first == meta() and first["model_weights"] == M.weights_digest(tiny_dir)
 
 
 def runner(tiny_dir, *flags):
@@ -152,13 +203,10 @@ def test_best_of_sends_the_critics_favourite(ref_reads, tasks, rewarded, tiny_di
                             for reads in ("hidden", ref_reads))
         logps, ref_logps = M.score(pi, turns, 4096), M.score(pi_ref, ref_turns, 4096)
         scores = [advantage(logps[a], ref_logps[b]).item() for a, b in zip(turns, ref_turns)]
-        for p.args.logprob_weight in (0, 0.1):
-            values = [score + p.args.logprob_weight * sum(logprobs)
-                      for score, (_, logprobs) in zip(scores, drawn)]
-            favourites.append(values.index(max(values)))
-            sent = asyncio.run(p.next_message(task, history, key))
-            assert sent["token_ids"] == drawn[favourites[-1]][0]
-    assert len(set(favourites)) > 1 and favourites[::2] != favourites[1::2]
+        favourites.append(scores.index(max(scores)))
+        sent = asyncio.run(p.next_message(task, history, key))
+        assert sent["token_ids"] == drawn[favourites[-1]][0]
+    assert len(set(favourites)) > 1
     with pytest.raises(SystemExit):
         runner(tiny_dir, "--best_of", 2, "--critic", "no/critic")
 
@@ -259,7 +307,7 @@ def test_whatever_changes_an_episode_must_be_as_in_the_file(resume, episodes, tm
             resume(file, *flags)
 
     for old in (meta, {**meta, **dict.fromkeys(FREE, "another")},
-                {"thinking": 1, "candidates": meta}):  # the settings of the candidates
+                {"thinking": 1, "candidates_meta": meta}):  # the settings of the candidates
         file.write_text(lines([{**episodes[0], "meta": old}]))
         resume(file, "--concurrency", 1, "-k", 3, "--max_batch_tokens", 9, "--dtype", "bf16")
     for name in meta.keys() - {*FREE}:
@@ -271,9 +319,9 @@ def test_whatever_changes_an_episode_must_be_as_in_the_file(resume, episodes, tm
         edited.write_text(text + "\n")
         refused(f"{name} ")
         edited.write_text(text)
-    for name, flag, value in (("n_candidates", "candidates", 5), ("human", "human", "fixed:no"),
-                              *(2 * [flag] + [0.5] for flag in ("candidates_share", "top_p"))):
-        refused(f"{name} .*, not {value}; ", "--" + flag, value)
+    for flag, value in (("candidates", 5), ("human", "fixed:no"), ("candidates_share", 0.5),
+                        ("top_p", 0.5)):
+        refused(f"{flag} .*, not {value}; ", "--" + flag, value)
     monkeypatch.setattr(collect.ENVIRONMENTS["backend"], "agent_prompt", "Do as you like.")
     refused("prompts ")
 
@@ -284,7 +332,7 @@ def test_each_flag_but_those_of_speed_and_paths_is_a_setting(resume, tmp_path):
     resume(tmp_path / "all.jsonl")
     meta = resume.meta
     flags = vars(collect.get_args(["--human", "fixed:x"])).keys() - {*colbench.NO_SETTINGS}
-    assert colbench.settings(meta).keys() == flags | {"n_candidates", "prompts"}
+    assert colbench.settings(meta).keys() == flags | {"prompts"}
     assert not {*evaluate.SYSTEM} - flags - {"agent_model"}
 
 
@@ -404,29 +452,29 @@ def test_a_dialogue_is_answered_if_its_last_message_has_the_marker(episodes, pla
         r["dialogue_history"][-1] |= {"output": ended, "content": ended}
     again, _, _ = playing(episodes[:2], "--candidates", 2, "--max_tokens", 5, "--seed", 8)
     assert sorted(r["answered"] for r in again) == [False, True]
-    assert all(r["meta"]["candidates"]["seed"] == 8 and "seed" not in r["meta"] for r in again)
+    assert all(r["meta"]["candidates_meta"]["seed"] == 8 and "seed" not in r["meta"] for r in again)
 
 
 def test_new_candidates_replace_old_ones_and_their_settings(episodes, playing):
     """Those of another model and seed, or with --candidates_share none at all."""
     given = episodes[:2]
     for r in given:
-        r["meta"]["candidates"] = {**r["meta"], "seed": 5, "model": "another", "old": 1}
+        r["meta"]["candidates_meta"] = {**r["meta"], "seed": 5, "model": "another", "old": 1}
     before = {key_of(r): tokens_of(r) for r in given}
-    settings = {key_of(r): {**r["meta"], "candidates": None} for r in given}
+    settings = {key_of(r): {**r["meta"], "candidates_meta": None} for r in given}
     flags = ["--candidates", 2, "--max_tokens", 5]
     again, _, _ = playing(given, *flags, "--seed", 8)
     none, _, _ = playing(again, *flags, "--candidates_share", 0)
     for r in (*again, *none):
-        assert {**r["meta"], "candidates": None} == settings[key_of(r)]
+        assert {**r["meta"], "candidates_meta": None} == settings[key_of(r)]
     for r in again:
-        new = r["meta"]["candidates"]
-        assert new["seed"] == 8 and new["n_candidates"] == 2 and "old" not in new
+        new = r["meta"]["candidates_meta"]
+        assert new["seed"] == 8 and new["candidates"] == 2 and "old" not in new
         assert new["model"] == given[0]["meta"]["model"]
         for was, now in zip(before[key_of(r)], tokens_of(r), strict=True):
             assert was[0] == now[0] and len(now) == 3 and was[1:3] != now[1:]
     for r in none:
-        assert r["meta"]["candidates"]["candidates_share"] == 0
+        assert r["meta"]["candidates_meta"]["candidates_share"] == 0
         assert not any("candidates" in m for m in agent_messages(r))
 
 
@@ -502,6 +550,26 @@ def test_a_dialogue_longer_than_the_models_context_ends_unanswered(tasks, tiny_d
     assert not r["answered"] and r["answer"] == "" and len(agent_messages(r)) < 10
     assert r["dialogue_history"][-1]["role"] == "assistant"
     assert "task long, sample 0 failed: ContextFull: the context is full: " in said
+
+
+def test_a_dialogue_longer_than_the_models_context_gets_candidates_as_far_as_it_fits(
+        episodes, tiny_dir, tmp_path, playing):
+    base, r = shutil.copytree(tiny_dir, tmp_path / "base"), random.Random(0)
+    tokenizer, n_without = M.find_model(tiny_dir)[1], []
+    for given in episodes:
+        for message in agent_messages(given):
+            message["candidates"] = [{"output": "old"}]
+    prompts = {key_of(e): [len(prompt) for prompt, _ in turns_of(tokenizer, e)] for e in episodes}
+    for room in [0, *(r.choice(sum(prompts.values(), [])) for _ in range(4))]:
+        change_json(base / "config.json", max_position_embeddings=room + 1)
+        got, _, end = playing(episodes, "--model", base, "--candidates", 1, "--max_tokens", 2)
+        assert end is None and len(got) == len(episodes)
+        for e in got:
+            has = ["candidates" in message for message in agent_messages(e)]
+            assert has == [length <= room for length in prompts[key_of(e)]]
+            assert "old" not in str(e)
+            n_without.append(has.count(False))
+    assert len({*n_without}) > 2
 
 
 def test_a_template_without_a_generation_prompt_is_refused(tiny_dir):

@@ -92,8 +92,9 @@ def test_a_replayed_agent_gives_the_same_records(form, source, tasks, episodes, 
 
 @pytest.mark.parametrize("returned, why", [
     ("None", "ValueError: act()'s message is not an object"), ("5", "is not an object"),
-    ("['text']", "is not an object"), ("{'text': 'x'}", "KeyError: 'output'"),
-    ("{'output': None}", "KeyError: 'output'"),
+    ("['text']", "is not an object"),
+    *((message, "ValueError: act()'s message has no 'output'")
+      for message in ("{'text': 'x'}", "{'content': 'x'}", "{'output': None}")),
     ("{'output': 5}", "act()'s message.output is not text"),
     ("{'output': 'x', 'token_ids': 'abc'}", "act()'s message.token_ids is not a list"),
     ("{'output': 'x', 'of': open}", "TypeError: Object of type builtin_function"),
@@ -106,6 +107,7 @@ def test_a_message_that_no_record_can_hold_fails_its_episode(returned, why, task
     played, said, end = playing(tasks, "--agent", agent, "--max_turns", 2)
     assert len(played) == len(tasks) - 1
     assert f"task {bad}, sample 0 failed: " in said and why in said
+    assert ("Traceback" in said) == ("TypeError" in why or "ZeroDivision" in why)
     assert str(end).startswith("error: 1 episodes failed; --resume FILE reruns them")
 
 
@@ -130,6 +132,13 @@ def test_two_seeds_of_an_agent_that_has_none_are_one_run(tasks, playing, tmp_pat
         one, two = (sorted(playing(tasks, "--agent", who, "--max_turns", 2, "--seed", seed)[0],
                            key=key_of) for seed in (0, 1))
         assert one == two and not {"seed", "model", "model_weights"} & one[0]["meta"].keys()
+
+
+@pytest.mark.parametrize("flags", [["--candidates", 4], ["--best_of", 2, "--critic", "c.py"]])
+def test_an_agent_has_no_candidates_and_no_critic(flags):
+    """A record's meta would say that its messages were chosen by a critic."""
+    with pytest.raises(SystemExit, match="^error: --candidates and --best_of need a --model"):
+        collect.get_args(["--agent", "fixed:x", *map(str, flags)])
 
 
 def test_an_agent_is_an_address_a_text_or_a_file():

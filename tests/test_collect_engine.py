@@ -143,37 +143,35 @@ def test_bf16_draws_in_fp32(monkeypatch):
     play(engine, range(2))
 
 
-class Halves(collect.Batcher):
-    """Gives every second request its result in a step; fails in step `bad`."""
+@pytest.mark.parametrize("family", ["qwen2_windows", pytest.param("llama", marks=pytest.mark.full)])
+def test_an_error_costs_the_requests_under_way_and_no_others(family, monkeypatch):
+    """Forwards fail at random. No one waits forever, and later draws are as if nothing was."""
+    lm, r = two_models(family)[1], random.Random(0)
+    engine = engine_of(lm, monkeypatch, "--max_batch_tokens", 1000)
+    want, forward, left = play(engine, range(6)), lm.forward, [0]
 
-    def __init__(self, bad):
-        super().__init__()
-        self.bad, self.batches = bad, []
+    def failing(**given):
+        left[0] -= 1
+        if left[0] == 0:
+            raise MemoryError("no memory")
+        return forward(**given)
 
-    def compute(self, new):
-        self.batches.append([request.number for request in new])
-        if len(self.batches) == self.bad:
-            raise ValueError(f"step {self.bad}")
-        for request in self.running[::2]:
-            request.result = -request.number
+    async def all_of(played):
+        ends = [episode(engine, number, 3, played) for number in range(6)]
+        return await asyncio.wait_for(asyncio.gather(*ends, return_exceptions=True), 60)
 
-
-@pytest.mark.parametrize("bad", [1, 2, 3, 99])
-def test_an_error_of_a_step_reaches_all_its_requests(bad):
-    """Not those that have ended before it. No one waits forever."""
-    batcher = Halves(bad)
-
-    async def twice(number):
-        await asyncio.sleep(0)  # in a batch with the others all the same
-        first = await batcher.submit(number=number)
-        return first, await batcher.submit(number=number + 10)
-
-    async def all_of(numbers):
-        return await asyncio.gather(*map(twice, numbers), return_exceptions=True)
-    ends = asyncio.run(all_of(range(4)))
-    assert batcher.batches[0] == [0, 1, 2, 3]
-    if bad == 99:
-        assert ends == [(-n, -n - 10) for n in range(4)] and not batcher.running
-        assert asyncio.run(all_of([7])) == [(-7, -17)]  # in another event loop
-    else:
-        assert {*map(str, ends)} == {f"step {bad}"} and len(batcher.batches) == bad
+    def check(played):
+        for key, (_, drawn) in played.items():
+            assert [a for a, _ in drawn] == [a for a, _ in want[key][1]]
+        assert not engine.actions and not engine.running and not engine.waiting
+    monkeypatch.setattr(lm, "forward", failing)
+    check(play(engine, range(6)))
+    n_forwards, failed = -left[0], set()
+    for share in (0.2, 0.6, 0.95):
+        left[0], played = int(share * n_forwards) + r.randrange(1, 4), {}
+        ends = asyncio.run(all_of(played))
+        assert {*map(str, ends)} <= {"None", "no memory"}
+        check(played)
+        check(play(engine, range(6)))
+        failed.add(6 - ends.count(None))
+    assert len(failed) > 1 and 0 not in failed
