@@ -368,8 +368,9 @@ mention pictures."""
         return {"reward": self.likeness(*pages), "reward_by": self.reward_by}
 
 
-# Environments of your own import this module to add their class here (MANUAL.md, "Your own
-# environment"). They must get this very module, also where it runs as a script.
+# Environments of your own import colbench to add their class here (MANUAL.md, "Your own
+# environment"). If this file runs as a script it is __main__, so that without the next line they
+# would load a second copy, with other ENVIRONMENTS.
 sys.modules["colbench"] = sys.modules[__name__]
 ENVIRONMENTS = {"backend": Functions, "frontend": Pages}
 # your own environments are imported here

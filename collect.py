@@ -575,6 +575,8 @@ class Server:
         except Exception as e:
             fail(f"{self.name}/models has no list of models (does the address end in /v1?): {e}")
         name = wanted if wanted in served or len(served) != 1 else [*served][0]
+        if wanted not in (None, name):
+            say(f"{self.name} serves {name}, which is taken for --model {wanted}")
         if name not in served:
             fail(f"{self.name} serves {', '.join(served)}, not {name}; choose one by "
                  "--human_params or --agent_params, or for --engine by --model")
@@ -671,7 +673,7 @@ async def llm_reply(server, task, history):
     # what is behind would be cut anyway, and redact takes long for it
     own = own_words(message["output"][:10 * kind.reply_chars])
     reply = own if kind.shows_pages else redact(own, task)
-    # the agent reads only reply_chars of it, and own words before an "Assistant:" are whole
+    # truncation matters only if it is in the part that the agent reads
     if "cut" in message and message["output"].endswith(own) and len(reply) < kind.reply_chars:
         raise ValueError("the reply is truncated: start a new file with other --human_params, such "
                          'as {"max_tokens": 4000}')
@@ -742,7 +744,7 @@ async def call_user_function(function, *args):
 def run_meta(args):
     """Returns what determines episodes: flags, files by their hashes, and the kinds' prompts."""
     meta = settings(vars(args))
-    if args.agent:  # these have no effect, so that two seeds would be the same
+    if args.agent:  # these do not reach it, so they must not tell two of its runs apart
         del meta["model"], meta["seed"]
     for name in ("agent", "human", "critic"):
         meta[name] = fingerprint(meta[name])
@@ -871,7 +873,8 @@ class Collector:
         task, why = record["task"], f"{type(e).__name__}: {e}"
         say(f"task {task['id']}, sample {sample} failed: {why}")
         if "dialogue_history" not in record:
-            self.emit({"task": task, "sample": sample, "failed": why, "meta": self.runner.meta})
+            meta = {**record.get("meta", {}), **self.runner.meta}  # as that of a later episode
+            self.emit({"task": task, "sample": sample, "failed": why, "meta": meta})
 
 
 async def collect(args, emit):

@@ -859,7 +859,7 @@ def action_ids(tokenizer, action, history, thinking=0):
 def text_of(tokenizer, action, thinking):
     """Returns an action's output; or its content, if it has no output or somebody edited it.
 
-    Content closes the thought that the prompt may open.
+    If the prompt opens a thought, the content returned closes it first.
     """
     opening, content = think_prefix(tokenizer, thinking), action.get("content", "")
     if "output" in action:

@@ -129,8 +129,9 @@ def candidate_pairs(args, candidates, ref_logps):
     """Returns distinct [Pair] of a turn: random candidates of the upper half and of the lower.
 
     They are ranked by A + w log pi_ref, where A is a mean over tokens, log pi_ref a sum, and w is
-    --logprob_weight: by their probability under the policy pi_ref exp(A / w), which maximizes
-    E[A] - w KL(pi || pi_ref). A truncated candidate is never chosen, because it has no end token.
+    --logprob_weight. That is the order of their probabilities under pi_ref exp(A / w), the policy
+    that maximizes E[A] - w KL(pi || pi_ref). A truncated candidate is never chosen, because it has
+    no end token.
     """
     def value(candidate):
         if not args.logprob_weight:

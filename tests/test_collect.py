@@ -43,7 +43,7 @@ def test_a_draw_does_not_depend_on_its_company(tasks, episodes, playing):
 
 
 def test_actions_that_max_tokens_cut_are_marked_and_counted(tasks, tiny_dir, tmp_path, playing):
-    """A message ends by any EOS of the model's folder, or any special token: the toy's first six."""
+    """A message ends by any EOS of its folder, or any special token: the toy's first six."""
     base, ends = shutil.copytree(tiny_dir, tmp_path / "base"), {*range(6), 300, 301, 302}
     (base / "generation_config.json").write_text(json.dumps({"eos_token_id": [300, 301, 302]}))
     flags = ["--max_turns", 2, "--candidates", 3, "--max_tokens", 100]
@@ -421,6 +421,21 @@ def test_failed_episodes_are_counted_and_in_no_mean(playing, monkeypatch, tmp_pa
         known = [[x for x in of if x is not None] for of in of_task.values()]
         assert result["success"] == pytest.approx(
             statistics.fmean(map(statistics.fmean, filter(None, known))), abs=1e-4)
+
+
+def test_a_failed_episode_has_the_meta_that_a_later_one_has(tasks, playing, tmp_path):
+    """Else evaluate.py would not know that this one replaces it."""
+    human = tmp_path / "human.py"
+    given = [{**tasks[0], "meta": {"source": "mine"}}]
+    human.write_text("def reply(task, history):\n    raise ValueError('busy')\n")
+    flags = ["--agent", "fixed:hi", "--human", human, "--max_turns", 2]
+    assert playing(given, *flags)[0] == []
+    (failed,) = playing.failed
+    human.write_text("def reply(task, history):\n    return 'ok'\n")
+    (episode,), _, end = playing(given, *flags)
+    meta = episode["meta"]
+    assert end is None and {name for name in meta if meta[name] != failed["meta"].get(name)} == {
+        "human"}
 
 
 def test_who_reads_failed_episodes(grading, episodes, capsys):

@@ -328,7 +328,7 @@ def test_nothing_is_learned_of_held_out_tasks(trainer, flags, ranked, tiny_dir):
 def test_the_same_episode_is_not_trained_on_twice(trainer, ranked, tiny_dir):
     """Two are the same if their task, sample, settings and texts are; its scores may differ."""
     again = {**ranked[3], "reward": 0.0, "meta": {**ranked[3]["meta"], "version": "2", "model": "x",
-                                                  "candidates": {"seed": 1}}}
+                                                  "candidates_meta": {"seed": 1}}}
     name, sample = task_id(again["task"]), again["sample"]
     why = f"stdin, line 9: sample {sample} of the task {name} is also in stdin, line 4: "
     with pytest.raises(SystemExit, match=why):
