@@ -18,25 +18,41 @@ def free_port():
 
 
 def torchruns(nodes, processes, command, stdin):
-    """Runs one torchrun per node, each with the same stdin; returns the stdout of each."""
+    """Runs one torchrun per node, each with the same stdin; returns the stdout of each.
+
+    On a busy machine gloo once aborted a process (SIGABRT), of which no cause was found. So such a
+    run is repeated once, with another port; it resumes.
+    """
+    for last_try in (False, True):
+        ended = start_and_wait(nodes, processes, command, stdin)
+        aborted = any("SIGABRT" in p.stderr for p in ended)
+        if last_try or not aborted:
+            break
+    assert [p.returncode for p in ended] == [0] * nodes, [p.stderr for p in ended]
+    return [p.stdout for p in ended]
+
+
+def start_and_wait(nodes, processes, command, stdin):
+    """Returns the CompletedProcess of each node's torchrun."""
     torchrun = [sys.executable, "-m", "torch.distributed.run", f"--nnodes={nodes}",
                 f"--nproc_per_node={processes}", "--rdzv_backend=c10d",
                 f"--rdzv_endpoint=localhost:{free_port()}"]
+    command = [*torchrun, *map(str, command)]
     running = []
     try:
         for _ in range(nodes):
             with open(stdin) as file:
                 running.append(subprocess.Popen(
-                    [*torchrun, *map(str, command)], cwd=ROOT, stdin=file, text=True,
-                    stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True,
+                    command, cwd=ROOT, stdin=file, text=True, stdout=subprocess.PIPE,
+                    stderr=subprocess.PIPE, start_new_session=True,
                     env={**CPU, "GLOO_SOCKET_IFNAME": "lo"}))
         said = [p.communicate(timeout=500) for p in running]
     finally:
         for p in running:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(p.pid, signal.SIGKILL)
-    assert [p.returncode for p in running] == [0] * nodes, said
-    return [stdout for stdout, _ in said]
+    return [subprocess.CompletedProcess(command, p.returncode, *texts)
+            for p, texts in zip(running, said)]
 
 
 @pytest.mark.full
@@ -46,12 +62,12 @@ def torchruns(nodes, processes, command, stdin):
     (1, 8, "train_policy.py", ["--lr", 1e-5, "--batch_size", 9, "--mix", 0.25], 1e-4)])
 def test_nodes_and_processes_train_as_one_process(nodes, processes, trainer, flags, tolerance,
                                                   ranked, tiny_dir, tmp_path):
-    """Losses and scores are the same to rounding. The node of rank 0 writes stdout, no other."""
+    """Losses and scores are the same to rounding. The node of rank 0 writes records, no other."""
     (tmp_path / "in.jsonl").write_text(lines(ranked))
     command = [trainer, "--model", tiny_dir, "--beta", 1, *flags, "--out"]
     alone = succeed(*command, tmp_path / "alone", stdin=ranked).stdout
     written = torchruns(nodes, processes, [*command, tmp_path / "out"], tmp_path / "in.jsonl")
-    assert sum(bool(text) for text in written) == 1
+    assert sum(bool(text) for text in written) == (trainer == "train_critic.py")
     assert metrics(tmp_path / "out")[0]["world"] == nodes * processes
     got, want = ([(row["loss"], row["grad_norm"]) for row in steps(tmp_path / name)]
                  for name in ("out", "alone"))

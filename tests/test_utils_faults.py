@@ -223,7 +223,7 @@ def test_a_full_disk_under_stdout_keeps_whole_lines(tasks, ranked, tiny_dir, dis
                      succeed(*play, "-k", 4, stdin=tasks, out=out).stderr)
     assert len(set(map(key_of, records(out.read_text())))) == 16
     disk("ro")
-    complaint(script(*play), f"--resume {out}: Read-only")
+    complaint(script(*play, stdin=tasks), f"--resume {out}: Read-only")
 
 
 def test_only_checkpoints_are_dropped(tmp_path):
