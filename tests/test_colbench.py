@@ -79,6 +79,11 @@ THINKING = {  # what stands around a thought
     "<|channel|>analysis<|message|>": "<|end|><|start|>assistant<|channel|>final<|message|>"}
 
 
+def test_of_markers_within_a_line_the_first_counts():
+    text = 'Sure. I WANT TO ANSWER: def f(): return "I WANT TO ANSWER: no"'
+    assert read_action(text, last=False)[1] == 'def f(): return "I WANT TO ANSWER: no"'
+
+
 def test_a_thought_is_removed_whatever_its_marks():
     """Also if the server's prompt has opened it; and a marker within it ends no episode."""
     r = random.Random("thoughts")

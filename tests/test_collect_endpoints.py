@@ -1,5 +1,6 @@
 """Servers as human, engine and judge: real HTTP, to a server of the test's own that fails."""
 import asyncio
+import base64
 import functools
 import http.server
 import itertools
@@ -665,3 +666,19 @@ def test_a_judge_names_one_message_and_the_article_is_no_name(reply, letter, ver
     for reason in ("length", "max_tokens"):
         with pytest.raises(ValueError, match="truncated"):
             verdict(reply, reason)
+
+
+def test_an_llm_human_sees_the_agents_page_first(monkeypatch):
+    monkeypatch.setattr(collect, "renderer", lambda: SimpleNamespace(
+        render_pair=lambda *_: [{"png": b"agent"}, {"png": b"reference"}]))
+    seen = []
+
+    def answer(path, body):
+        seen.append(body)
+        return chat("ok")
+
+    task = {"kind": "frontend", "problem_description": "p", "ground_truth": "g"}
+    asyncio.run(collect.llm_reply(client(Server(answer)), task, dialogue("p", "<html>")))
+    _, *pages = seen[0]["messages"][0]["content"]
+    shown = [page["image_url"]["url"].partition("base64,")[2] for page in pages]
+    assert [base64.b64decode(page) for page in shown] == [b"agent", b"reference"]
