@@ -185,7 +185,7 @@ def test_the_sampler_draws_from_the_models_distribution(temperature, top_p, tiny
     assert [ids for ids, _ in drawn] == [[logits.argmax().item()]] * 2
 
 
-@pytest.mark.parametrize("ref_reads", ["hidden", pytest.param("agent", marks=pytest.mark.full)])
+@pytest.mark.parametrize("ref_reads", ["hidden", "agent"])
 def test_best_of_sends_the_critics_favourite(ref_reads, tasks, rewarded, tiny_dir, tmp_path):
     critic = str(tmp_path / "c")
     flags = ["--model", tiny_dir, "--out", critic, "--lr", 1e-3, "--held_out", 0, "--epochs", 2]

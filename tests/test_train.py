@@ -180,7 +180,7 @@ def test_candidate_pairs_are_distinct_ones_of_the_upper_half_against_the_lower()
     """By advantage + weight * sum of pi_ref's log-probs, up to --pairs_per_turn. The middle is
     in neither half, what is too long is left out, and what is cut is not chosen.
     """
-    r, counts = random.Random(0), Counter()
+    r, by_seed, by_turn = random.Random(0), Counter(), Counter()
 
     def draw(candidates, n=1, weight=0, seed=0):
         args = SimpleNamespace(pairs_per_turn=n, logprob_weight=weight, seed=seed)
@@ -205,8 +205,11 @@ def test_candidate_pairs_are_distinct_ones_of_the_upper_half_against_the_lower()
             assert {*pairs} <= possible
             assert pairs == draw(given[::-1], n, weight, seed)
         (pair,) = draw([candidate(i, i) for i in range(4)], seed=seed)
-        counts[pair] += 1
-    assert len(counts) == 4 and all(110 < n < 190 for n in counts.values())  # equally often
+        by_seed[pair] += 1
+        (pair,) = draw([candidate(4 * seed + i, i) for i in range(4)])  # another turn's ids
+        by_turn[tuple(turn.action[0] % 4 for turn in pair.chosen + pair.rejected)] += 1
+    for counts in by_seed, by_turn:
+        assert len(counts) == 4 and all(110 < n < 190 for n in counts.values())  # equally often
     assert not draw([candidate(i, 0.5) for i in range(4)])  # the critic does not tell them apart
 
 
