@@ -185,17 +185,22 @@ def test_the_sampler_draws_from_the_models_distribution(temperature, top_p, tiny
     assert [ids for ids, _ in drawn] == [[logits.argmax().item()]] * 2
 
 
-@pytest.mark.parametrize("ref_reads", ["hidden", "agent"])
-def test_best_of_sends_the_critics_favourite(ref_reads, tasks, rewarded, tiny_dir, tmp_path):
-    critic = str(tmp_path / "c")
-    flags = ["--model", tiny_dir, "--out", critic, "--lr", 1e-3, "--held_out", 0, "--epochs", 2]
+@pytest.mark.parametrize("ref_reads, thinking", [("hidden", 0), ("agent", 1)])
+def test_best_of_sends_the_critics_favourite(ref_reads, thinking, tasks, rewarded, tiny_dir,
+                                             tmp_path):
+    critic, base = str(tmp_path / "c"), str(shutil.copytree(tiny_dir, tmp_path / "base"))
+    template = tmp_path / "base" / "chat_template.jinja"
+    template.write_text(template.read_text().replace(
+        "<|assistant|>", "<|assistant|>{% if enable_thinking %}fee{% endif %}"))
+    flags = ["--model", base, "--out", critic, "--lr", 1e-3, "--held_out", 0, "--epochs", 2]
     succeed("train_critic.py", *flags, "--ref_context", ref_reads, stdin=rewarded)
-    p = runner(tiny_dir, "--best_of", 5, "--critic", critic, "--max_tokens", 12)
+    p = runner(base, "--best_of", 5, "--critic", critic, "--max_tokens", 12, "--thinking", thinking)
     task, favourites = tasks[0]["task"], []
     history = dialogue(task["problem_description"])
     hidden = f"Hidden reference:\n{task['ground_truth']}\n\n{history[0]['content']}"
-    pi, pi_ref = (M.load(path)[0] for path in (critic, tiny_dir))
-    prompts = {"agent": prompt_of(p, history[0]["content"]), "hidden": prompt_of(p, hidden)}
+    pi, pi_ref = (M.load(path)[0] for path in (critic, base))
+    prompts = {"agent": M.render(p.tokenizer, history, thinking),
+               "hidden": M.render(p.tokenizer, dialogue(hidden), thinking)}
     for turn in range(6):
         key = (0, task["id"], 0, turn)
         drawn = sample(p, prompts["agent"], [(*key, j) for j in range(5)])
@@ -203,6 +208,8 @@ def test_best_of_sends_the_critics_favourite(ref_reads, tasks, rewarded, tiny_di
                             for reads in ("hidden", ref_reads))
         logps, ref_logps = M.score(pi, turns, 4096), M.score(pi_ref, ref_turns, 4096)
         scores = [advantage(logps[a], ref_logps[b]).item() for a, b in zip(turns, ref_turns)]
+        actions = [p.as_action(ids, sampled) for ids, sampled in drawn]
+        assert p.critic(task, history, actions) == pytest.approx(scores, abs=1e-5)
         favourites.append(scores.index(max(scores)))
         sent = asyncio.run(p.next_message(task, history, key))
         assert sent["token_ids"] == drawn[favourites[-1]][0]
