@@ -4,8 +4,7 @@
     python evaluate.py base=base0.jsonl,base1.jsonl sweet=sweet0.jsonl,sweet1.jsonl  # two seeds
     ... | python collect.py ... | python colbench.py grade | tee base.jsonl | python evaluate.py
 
-    tests_passed  mean reward ("reward" in the table): share of hidden tests passed, or likeness of
-                  the web pages
+    reward        share of hidden tests passed, or likeness of the web pages
     success       share of episodes with reward 1 (not for frontend tasks)
     unanswered    share of episodes that end without an answer
     not_drawn     frontend: share of episodes whose page, or reference page, can't be rendered
@@ -15,19 +14,21 @@
                   for k = 2, 4 and 8, if every task has k episodes
     distinct      number of different dialogues: greedy agents and caches repeat themselves
     failed        number of episodes that have no dialogue; they count in no other number
-    wins          frontend: share of tasks where a system beats the first one; ties count half
+    wins          share of tasks where a system's reward is above the first one's; ties count half
+
+A new share is one line in `metrics` of an Environment (colbench.py), another number one in COUNTS.
+Both get their mean, interval and column.
 
 Each mean is over a task's episodes of all seeds, then over tasks: a task with more episodes counts
 no more. 95 % intervals are by bootstrap over tasks, but exact (Clopper-Pearson) for a share that is
-0 in all tasks or 1 in all. The differences from the first system are paired: they use only the
-tasks that both systems have ("common"). Below the table is a line for each setting that differs.
+0 in all tasks or 1 in all. The differences from the first system ("minus first") and wins use only
+the tasks that both systems have ("common"). Below the table is a line for each setting that
+differs.
 
 Left out on purpose: intervals over episodes, which are too narrow because episodes of a task are
 alike; intervals over training seeds, which are few; and p-values, because a difference's interval
 shows its size as well as its significance.
 """
-from utils import digest, fail, fail_on_error, open_stdout, parser, run, say, version
-
 import math
 import os
 import sys
@@ -39,8 +40,8 @@ import numpy as np
 
 from colbench import (Seen, agent_messages, environment, message_texts, read_records, settings,
                       task_id, task_kind)
+from utils import digest, fail, fail_on_error, open_stdout, parser, run, say, version
 
-COUNTS = "turns", "tokens"  # the metrics that are counts, not shares
 SYSTEM = "model", "agent", "agent_model"  # the settings that tell systems apart
 
 
@@ -51,6 +52,41 @@ def get_args(argv=None):
     return p.parse_args(argv)
 
 
+# --- metrics of episodes and tasks ----------------------------------------------------------------
+
+def n_tokens(message):
+    """Returns the number of tokens of a message, NaN if it is unknown."""
+    if "token_ids" in message:
+        return len(message["token_ids"])
+    return message.get("completion_tokens", math.nan)
+
+
+COUNTS = {  # the metrics that are no shares: {name: function of a record}
+    "turns": lambda record: len(agent_messages(record)),
+    "tokens": lambda record: sum(map(n_tokens, agent_messages(record)))}
+
+
+def episode_metrics(record):
+    """Returns {metric: value} of one episode."""
+    return {"reward": record["reward"], **environment(record["task"]).metrics(record),
+            **{name: count(record) for name, count in COUNTS.items()}}
+
+
+def task_means(episodes, most_k):
+    """Returns {metric: mean} of a task, and its pass^k for k up to most_k.
+
+    episodes: {metric: value} of each. A mean is over those that have the metric.
+    """
+    names = dict.fromkeys(name for e in episodes for name in e)
+    means = {name: fmean(float(e[name]) for e in episodes if name in e) for name in names}
+    if "success" in means:
+        solved = sum(e.get("success") == 1 for e in episodes)
+        for k in (2, 4, 8):
+            if k <= most_k:
+                means[f"pass^{k}"] = math.comb(solved, k) / math.comb(len(episodes), k)
+    return means
+
+
 # --- reading the files ----------------------------------------------------------------------------
 
 class System(NamedTuple):
@@ -59,8 +95,8 @@ class System(NamedTuple):
     facts: dict  # the fields of its result that are no metrics
 
 
-class Episode(NamedTuple):
-    """What is kept of a record."""
+class Outcome(NamedTuple):
+    """What is kept of an episode's record."""
     task: str       # its id
     key: tuple      # (task, sample, run): a failed episode and a later try share it
     settings: dict  # {name: value}
@@ -69,13 +105,11 @@ class Episode(NamedTuple):
 
 
 def name_and_files(arg):
-    """Returns (name, files) of FILE, whose stem is the name, or of NAME=FILE,FILE."""
-    if arg == "-":
-        return "stdin", ["-"]
-    if "=" not in arg:
-        return os.path.splitext(os.path.basename(arg))[0], [arg]
-    name, files = arg.split("=", 1)
-    return name, files.split(",")
+    """Returns (name, files) of NAME=FILE,FILE, or of FILE, which is named by its path."""
+    if "=" in arg:
+        name, files = arg.split("=", 1)
+        return name, files.split(",")
+    return "stdin" if arg == "-" else os.path.splitext(arg)[0], [arg]
 
 
 def read_system(name, files, tasks):
@@ -100,7 +134,7 @@ def read_system(name, files, tasks):
 
 
 def read_file(path, seen):
-    """Returns [Episode] of a file; exits if they are of two systems. seen: a colbench.Seen."""
+    """Returns [Outcome] of a file; exits if they are of two systems. seen: a colbench.Seen."""
     source = "stdin" if path == "-" else path
     with fail_on_error(source):
         stream = sys.stdin if path == "-" else open(path, encoding="utf-8")
@@ -116,7 +150,7 @@ def read_file(path, seen):
 
 
 def read_episode(file, record):
-    """Returns the Episode of a record. The kind of task and the grader are settings, too."""
+    """Returns the Outcome of a record. The kind of task and the grader are settings, too."""
     task = record["task"]
     meta = settings(record.get("meta", {}))
     its_run = str({"seed": file, **meta})  # a file without seeds is a run of its own
@@ -128,7 +162,7 @@ def read_episode(file, record):
     if "failed" not in record:
         metrics = episode_metrics(record)
         dialogue = digest(message_texts(record["dialogue_history"]))
-    return Episode(task_id(task), key, made_with, metrics, dialogue)
+    return Outcome(task_id(task), key, made_with, metrics, dialogue)
 
 
 def all_settings(episodes):
@@ -145,33 +179,6 @@ def in_words(values):
     return " and ".join(map(str, values))
 
 
-# --- metrics of episodes and tasks ----------------------------------------------------------------
-
-def episode_metrics(record):
-    """Returns {metric: value} of one episode."""
-    agent = agent_messages(record)
-    return {"tests_passed": record["reward"], **environment(record["task"]).metrics(record),
-            "turns": len(agent), "tokens": sum(n_tokens(message) for message in agent)}
-
-
-def n_tokens(message):
-    """Returns the number of tokens of a message, NaN if it is unknown."""
-    if "token_ids" in message:
-        return len(message["token_ids"])
-    return message.get("completion_tokens", math.nan)
-
-
-def task_means(episodes, most_k):
-    """Returns {metric: mean} of a task's episodes, and their pass^k for k up to most_k."""
-    means = {metric: fmean(float(e[metric]) for e in episodes) for metric in episodes[0]}
-    if "success" in means:
-        solved = sum(e["success"] == 1 for e in episodes)
-        for k in (2, 4, 8):
-            if k <= most_k:
-                means[f"pass^{k}"] = math.comb(solved, k) / math.comb(len(episodes), k)
-    return means
-
-
 # --- means, differences and their intervals -------------------------------------------------------
 
 def result(system, first, metrics):
@@ -181,21 +188,23 @@ def result(system, first, metrics):
         values = [means[metric] for means in system.tasks.values() if metric in means]
         out |= mean_and_interval(metric, values, is_share=metric not in COUNTS)
     if system is not first:
-        out["minus_first"] = minus_first(system, first)
+        out |= minus_first(system, first, metrics)
     return out
 
 
-def minus_first(system, first):
+def minus_first(system, first, metrics):
     """Returns the mean differences from the first system, on the tasks that both have."""
     pairs = [(means, first.tasks[task]) for task, means in system.tasks.items()
              if task in first.tasks]
-    success = [ours["success"] - theirs["success"] for ours, theirs in pairs if "success" in ours]
-    reward = [ours["tests_passed"] - theirs["tests_passed"] for ours, theirs in pairs]
-    wins = [0.5 if abs(gap) < 1e-9 else float(gap > 0) for gap in reward]  # 0.1 + 0.2 ties 0.3
-    return {"first": first.facts["system"], "tasks": len(pairs),
-            **mean_and_interval("success", success, is_share=False),
-            **mean_and_interval("tests_passed", reward, is_share=False),
-            **mean_and_interval("wins", wins, is_share=True)}
+    out = {"first": first.facts["system"], "common": len(pairs)}
+    for metric in metrics:
+        gaps = [ours[metric] - theirs[metric] for ours, theirs in pairs
+                if metric in ours and metric in theirs]
+        out |= mean_and_interval(f"{metric}_minus_first", gaps, is_share=False)
+        if metric == "reward":  # 0.1 + 0.2 ties 0.3
+            wins = [0.5 if abs(gap) < 1e-9 else float(gap > 0) for gap in gaps]
+            out |= mean_and_interval("wins", wins, is_share=True)
+    return out
 
 
 def mean_and_interval(name, values, is_share):
@@ -231,48 +240,38 @@ def rounded(x):
 # --- the table ------------------------------------------------------------------------------------
 
 def table(results, metrics):
-    """Returns aligned lines of text: column names, and a line per system."""
-    rows = [row(r, metrics) for r in results]
-    lines = [""] * (1 + len(rows))
-    for head in rows[0]:
-        texts = [cells[head] for cells in rows]
-        if not any(text.strip("-") for text in texts):
-            continue  # no system has this number
-        texts = [head, *texts]
-        width = max(len(text) for text in texts)
+    """Returns aligned lines of text: headings, and a line per system.
+
+    A column that is unknown for all systems is left out.
+    """
+    columns = [("system", "")]  # (field of the results, its format: see cell)
+    columns += [(metric, ".1f" if metric in COUNTS else ".1%") for metric in metrics]
+    columns += [(count, "") for count in ("episodes", "distinct", "failed", "tasks")]
+    columns += [("success_minus_first", "+.1%"), ("reward_minus_first", "+.1%"), ("wins", ".1%"),
+                ("common", "")]
+    lines = [""] * (1 + len(results))
+    for field, form in columns:
+        texts = [cell(r, field, form) for r in results]
+        if {*texts} == {"-"}:
+            continue
+        texts.insert(0, field.replace("_", " ") + (" %" if "%" in form else ""))
+        width = max(map(len, texts))
         for i, text in enumerate(texts):
-            lines[i] += text.ljust(width) if head == "system" else "  " + text.rjust(width)
-    return [line.rstrip() for line in lines]
+            lines[i] += text.ljust(width) if field == "system" else "  " + text.rjust(width)
+    return lines
 
 
-def row(r, metrics):
-    """Returns {column name: text} of a system's result, with the same names for all systems."""
-    cells = {"system": r["system"]}
-    for metric in metrics:
-        name = "reward" if metric == "tests_passed" else metric.replace("_", " ")
-        cells[name if metric in COUNTS else f"{name} %"] = cell(r, metric)
-    cells |= {name: str(r[name]) for name in ("episodes", "distinct", "failed", "tasks")}
-    gaps = r.get("minus_first", {})
-    cells["success - first"] = cell(gaps, "success", "+")
-    cells["reward - first"] = cell(gaps, "tests_passed", "+")
-    cells["wins %"] = "" if "success" in metrics else cell(gaps, "wins")
-    cells["common"] = str(gaps.get("tasks", ""))
-    return cells
+def cell(r, field, form):
+    """Returns the text of a result's field, "-" if it is unknown. A share has its interval, too.
 
-
-def cell(numbers, metric, sign=""):
-    """Formats a mean of 0.253 with its interval as "25.3 [21.0, 29.6]", and None as "-"."""
-    if metric not in numbers:
-        return ""
-    mean, limits = numbers[metric], numbers[f"{metric}_95"]
-    if mean is None:
+    form: as of format(); with ".1%" 0.253 is "25.3 [21.0, 29.6]".
+    """
+    if r.get(field) is None:
         return "-"
-    scale = 1 if metric in COUNTS else 100
-    text = f"{scale * mean:{sign}.1f}"
-    if limits and (metric in ("tests_passed", "success", "wins") or metric.startswith("pass^")):
-        low, high = limits
-        text += f" [{scale * low:{sign}.1f}, {scale * high:{sign}.1f}]"
-    return text
+    if "%" not in form:
+        return format(r[field], form)
+    mean, *limits = (format(x, form)[:-1] for x in (r[field], *(r[f"{field}_95"] or [])))
+    return f"{mean} [{', '.join(limits)}]" if limits else mean
 
 
 def notes(results):
@@ -281,7 +280,7 @@ def notes(results):
     lines = ["[means and 95 % intervals over tasks]"]
     if "reward_by" in first["settings"]:
         lines[0] += f" graded by {in_words(first['settings']['reward_by'])}"
-    if any({r["tasks"], r["minus_first"]["tasks"]} != {first["tasks"]} for r in others):
+    if any({r["tasks"], r["common"]} != {first["tasks"]} for r in others):
         lines.append("NOT THE SAME TASKS: only the differences compare, which are of common ones")
     for name in sorted({name for r in results for name in r["settings"]} - {*SYSTEM, "seed"}):
         known = [(r["system"], r["settings"][name]) for r in results if name in r["settings"]]

@@ -75,7 +75,7 @@ def test_twenty_questions_go_through_all_scripts(repo, monkeypatch):
     run("train_policy.py", *train, "sweet", stdin=scored)
 
     ((base,), table) = run("evaluate.py", stdin=graded)
-    assert base["tests_passed"] == base["success"] == round(sum(found) / 48, 4)
+    assert base["reward"] == base["success"] == round(sum(found) / 48, 4)
     assert base["unanswered"] == 0 and "not_drawn" not in base and "graded" not in table
     assert base["settings"]["environment"] == ["words"]
 

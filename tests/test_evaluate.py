@@ -48,7 +48,7 @@ def random_episode(r, task, sample, kind, rewards, counted, meta):
     texts = [r.choice("ab") for _ in range(r.randint(1, 3))]
     record = episode(task, truth["reward"], texts, sample, kind, meta=meta)
     truth |= {"texts": tuple(texts), "turns": len(texts), "tokens": 0, "success": None,
-              "unanswered": None, "not_drawn": None, "tests_passed": truth["reward"]}
+              "unanswered": None, "not_drawn": None}
     for message in colbench.agent_messages(record):
         n, counts = r.randint(1, 9), r.choice(counted)
         if counts == "token_ids":
@@ -91,13 +91,21 @@ def random_system(r, name, kind):
     return files if trained else [sum(files, [])], truths
 
 
+METRICS = "reward", "success", "unanswered", "not_drawn", "turns", "tokens"
+
+
 def by_task(truths, metric):
-    """{task: its episodes' values}, {} if one of them is not known."""
+    """{task: its episodes' values}, without the failed ones."""
     values = {}
     for truth in truths:
         if truth["reward"] is not None:
             values.setdefault(truth["task"], []).append(truth[metric])
-    return {} if None in sum(values.values(), []) else values
+    return values
+
+
+def known_means(values):
+    """The means of tasks' values, [] if one value is not known."""
+    return [] if None in sum(values, []) else [fmean(of_task) for of_task in values]
 
 
 def check_interval(limits, values, is_share):
@@ -154,7 +162,7 @@ def test_every_number_is_that_of_plain_python(run):
         for found, truths in zip(results, systems.values(), strict=True):
             check_system(found, truths)
             if found is not results[0]:
-                check_differences(found["minus_first"], truths, first)
+                check_differences(found, truths, first)
 
 
 def check_system(found, truths):
@@ -164,57 +172,83 @@ def check_system(found, truths):
     assert found["episodes"] == len(done) and found["failed"] == len(failed)
     assert found["distinct"] == len({(t["task"], t["texts"]) for t in done})
     assert found["tasks"] == len({t["task"] for t in done})
-    for metric in "tests_passed", "success", "unanswered", "not_drawn", "turns", "tokens":
-        values = [fmean(values) for values in by_task(truths, metric).values()]
+    for metric in METRICS:
+        values = known_means(by_task(truths, metric).values())
         check(found, metric, values, is_share=metric not in ("turns", "tokens"))
     solved = by_task(truths, "success")
     for k in 2, 4, 8:
-        has_k = solved and all(len(of_task) >= k for of_task in solved.values())
+        has_k = all(len(of_task) >= k and None not in of_task for of_task in solved.values())
         check(found, f"pass^{k}", has_k and [fmean(map(all, combinations(of_task, k)))
                                              for of_task in solved.values()])
 
 
 def check_differences(found, truths, first):
     """Checks a result's differences from the first system."""
-    for metric in "tests_passed", "success":
+    for metric in METRICS:
         ours, theirs = by_task(truths, metric), by_task(first, metric)
-        gaps = [fmean(ours[task]) - fmean(theirs[task]) for task in ours if task in theirs]
-        check(found, metric, gaps, is_share=False)
-        if metric == "tests_passed":
-            assert found["tasks"] == len(gaps)
+        common = [task for task in ours if task in theirs]
+        means, firsts = (known_means([of[task] for task in common]) for of in (ours, theirs))
+        gaps = [x - y for x, y in zip(means, firsts)]
+        check(found, f"{metric}_minus_first", gaps, is_share=False)
+        if metric == "reward":
+            assert found["common"] == len(common)
             check(found, "wins", [0.5 if abs(gap) < 1e-9 else gap > 0 for gap in gaps])
 
 
 def check_table(results, table):
-    """Each number stands under its name, as a percentage or a count, with its interval."""
+    """Each number stands under its name: a count, or a share as a percentage with its interval."""
     head, *rows, note = table.splitlines()[:len(results) + 2]
     ends = {match.end(): match[0] for match in re.finditer(r"\S+( \S+)*", head)}
     assert note.startswith("[means and 95 % intervals over tasks]")
+    shown = {"reward %", "turns", "episodes", "distinct", "failed", "tasks"}
+    if len(results) > 1:
+        shown |= {"common"}
+    if any(found.get("common") for found in results):
+        shown |= {"reward minus first %", "wins %"}
+        shown |= {"success minus first %"} if "success" in results[0] else set()
+    assert shown <= {*ends.values()}
     for found, row in zip(results, rows, strict=True):
         cells = {ends[m.end()]: m[0] for m in re.finditer(r"\S+( \S+)*", row[6:].rjust(len(row)))}
-        assert row[:6].strip() == found["system"]
-        gaps = found.get("minus_first", {})
+        assert row[:6].strip() == found["system"] and cells.keys() == {*ends.values()} - {"system"}
         for name, text in cells.items():
-            metric = name.removesuffix(" %").removesuffix(" - first").replace(" ", "_")
-            metric = {"reward": "tests_passed", "common": "tasks"}.get(metric, metric)
-            is_gap = name.endswith(" - first")
-            numbers = gaps if is_gap or name in ("common", "wins %") else found
-            sign, scale = "+" if is_gap else "", 100 if is_gap or "%" in name else 1
-            if metric in ("episodes", "distinct", "failed", "tasks"):
-                assert text == str(numbers[metric])
-            elif numbers[metric] is None:
+            field = name.removesuffix(" %").replace(" ", "_")
+            value, limits = found.get(field), found.get(f"{field}_95")
+            sign = "+" if field.endswith("_minus_first") else ""
+            if value is None:
                 assert text == "-"
+            elif isinstance(value, int):
+                assert text == str(value)
+            elif name.endswith(" %") and limits:
+                low, high = (f"{100 * x:{sign}.1f}" for x in limits)
+                assert text == f"{100 * value:{sign}.1f} [{low}, {high}]"
             else:
-                mean, _, limits = text.partition(" ")
-                assert mean == f"{scale * numbers[metric]:{sign}.1f}"
-                if limits:
-                    low, high = numbers[f"{metric}_95"]
-                    assert limits == f"[{scale * low:{sign}.1f}, {scale * high:{sign}.1f}]"
-        shown = {"reward %", "turns", "episodes", "distinct", "failed", "tasks"}
-        if len(results) > 1 and gaps.get("tasks"):
-            shown |= {"reward - first", "common"}
-            shown |= {"success - first"} if "success" in found else {"wins %"}
-        assert shown <= cells.keys()
+                assert text == f"{(100 if name.endswith(' %') else 1) * value:{sign}.1f}"
+
+
+class Game(colbench.Environment):
+    """Each record says which metrics it has."""
+
+    @classmethod
+    def metrics(cls, record):
+        return record["own"]
+
+
+def test_own_metrics_are_means_over_the_episodes_that_have_them(run, monkeypatch):
+    monkeypatch.setitem(colbench.ENVIRONMENTS, "game", Game)
+    monkeypatch.setitem(evaluate.COUNTS, "rooms", lambda record: record["rooms"])
+    of = lambda task, sample, rooms, **own: {
+        **episode(task, sample=sample), "own": own, "rooms": rooms,
+        "task": {"id": task, "kind": "game", "problem_description": "p", "ground_truth": "g"}}
+    one = [of("a", 0, 1), of("a", 1, 3, won=True), of("a", 2, 2, won=False, first_try=True),
+           of("b", 0, 9, won=True)]
+    two = [of("a", 0, 4, first_try=False)]
+    (one, two), table = run("one.jsonl", "two.jsonl", one=one, two=two)
+    assert (one["won"], one["first_try"], one["rooms"]) == (0.75, 1, 5.5)
+    assert (two["won"], two["first_try"], two["rooms"]) == (None, 0, 4)
+    assert (two["won_minus_first"], two["first_try_minus_first"]) == (None, -1)
+    assert two["rooms_minus_first"] == 2 and "success" not in one
+    heads = re.split("  +", table.splitlines()[0])
+    assert {"won %", "first try %", "rooms"} <= {*heads} and "success %" not in heads
 
 
 # --- settings, and what is refused ----------------------------------------------------------------
@@ -315,11 +349,12 @@ def test_two_tasks_of_one_id_are_not_compared(run):
 
 
 def test_names(run, tmp_path):
-    """A file is named by its stem. A path may hold a = if a name is given."""
+    """A file is named by its path. That may hold a = if a name is given."""
     rs = [episode("x")]
     (tmp_path / "lr=1").mkdir()
     (tmp_path / "runs").mkdir()
-    found, _ = run("runs/test.jsonl", "a=lr=1/x.jsonl", "-", stdin=rs,
+    found, _ = run("runs/test.jsonl", "test.jsonl", "a=lr=1/x.jsonl", "-", stdin=rs, test=rs,
                    **{"runs/test": rs, "lr=1/x": rs})
     assert [(r["system"], r["files"]) for r in found] == [
-        ("test", ["runs/test.jsonl"]), ("a", ["lr=1/x.jsonl"]), ("stdin", ["-"])]
+        ("runs/test", ["runs/test.jsonl"]), ("test", ["test.jsonl"]), ("a", ["lr=1/x.jsonl"]),
+        ("stdin", ["-"])]

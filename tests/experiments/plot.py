@@ -144,7 +144,7 @@ def results_figure(table):
         results = [json.loads(line) for line in sys.stdin]
     if not results:
         fail("stdin has no results; did the previous stage fail?")
-    metric = "success" if "success" in results[0] else "tests_passed"
+    metric = "success" if "success" in results[0] else "reward"
     axes.set_ylabel("success %" if metric == "success" else "mean reward %")
     curves, lines = curves_and_lines(results, metric)
     if curves:
