@@ -58,7 +58,8 @@ import urllib.parse
 from collections import abc, defaultdict, deque
 from hashlib import sha256
 
-from utils import (cpus, digest, fail, open_stdout, parser, private_copy, read_jsonl, run, say)
+from utils import (HERE, cpus, digest, fail, open_stdout, parser, private_copy, read_jsonl, run,
+                   say)
 
 
 ANSWER = "I WANT TO ANSWER:"   # marks the final answer, which follows it
@@ -247,7 +248,6 @@ class Environment:
     reply_chars = 400               # the human's replies are truncated to this length
     shows_pages = False             # True: answers are web pages, shown to an LLM human as images
     required_fields = ()            # fields for grade, besides the description and reference
-    reward_name = "reward"          # label in messages
 
     def __init__(self, args):
         """args: the flags of colbench.py grade."""
@@ -303,7 +303,6 @@ Answer the assistant's last message as that colleague, in at most two short sent
 what was asked for, and only what the function settles; where it settles nothing, say that you do \
 not mind. Write no code, quote none, and do not mention that a function exists."""
     required_fields = ("task.test_cases",)
-    reward_name = "tests passed"
 
     def __init__(self, args):
         # some answers pass by a later Python only
@@ -339,7 +338,6 @@ Tell the designer what to change first: in at most four sentences the largest di
 layout, colours, sizes and texts, said of your page as it should be. Write no code, and do not \
 mention pictures."""
     reply_chars = 1000
-    reward_name = "likeness"
     shows_pages = True
 
     def __init__(self, args):
@@ -368,12 +366,8 @@ mention pictures."""
         return {"reward": self.likeness(*pages), "reward_by": self.reward_by}
 
 
-# Environments of your own import colbench to add their class here (MANUAL.md, "Your own
-# environment"). If this file runs as a script it is __main__, so that without the next line they
-# would load a second copy, with other ENVIRONMENTS.
-sys.modules["colbench"] = sys.modules[__name__]
 ENVIRONMENTS = {"backend": Functions, "frontend": Pages}
-# your own environments are imported here
+# import here your own environments, which add themselves (MANUAL.md, "Your own environment")
 
 
 # --- records --------------------------------------------------------------------------------------
@@ -775,7 +769,6 @@ def describe(result):
 #
 # The fork server never sees code, values or references, so a child inherits nothing worth reading.
 
-HERE = os.path.dirname(os.path.abspath(__file__))
 LIBC = ctypes.CDLL(None, use_errno=True)
 LIBC.prctl.argtypes = [ctypes.c_int] + 4 * [ctypes.c_ulong]
 MEMORY = 1 << 30     # bytes of a child's address space
@@ -1492,4 +1485,5 @@ def main(args):
 
 
 if __name__ == "__main__":
-    run(main, get_args())
+    import colbench  # not this copy, __main__: own environments add themselves to the other one
+    run(colbench.main, get_args())

@@ -10,7 +10,7 @@ import colbench
 import toy
 from conftest import DOUBLE, HONEST, ROOT, actions, copy_scripts, records, save, succeed
 
-HERE = "# your own environments are imported here"  # the line below ENVIRONMENTS
+HERE = "# import here your own environments"  # the line below ENVIRONMENTS
 MANUAL = open(f"{ROOT}/tests/experiments/MANUAL.md", encoding="utf-8").read()
 
 

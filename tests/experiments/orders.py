@@ -15,7 +15,6 @@ CHOICES = {"dish": ("soup", "pizza", "salad"), "size": ("small", "large"),
 
 
 class Orders(Environment):
-    reward_name = "details right"
 
     def grade(self, task, answer):
         pairs = zip(answer.lower().split(","), task["ground_truth"].split(", "))
