@@ -247,7 +247,6 @@ class Environment:
     human_prompt = None             # for an LLM human; see human_prompt()
     reply_chars = 400               # the human's replies are truncated to this length
     shows_pages = False             # True: answers are web pages, shown to an LLM human as images
-    required_fields = ()            # fields for grade, besides the description and reference
 
     def __init__(self, args):
         """args: the flags of colbench.py grade."""
@@ -302,7 +301,6 @@ The conversation so far:
 Answer the assistant's last message as that colleague, in at most two short sentences. Tell only \
 what was asked for, and only what the function settles; where it settles nothing, say that you do \
 not mind. Write no code, quote none, and do not mention that a function exists."""
-    required_fields = ("task.test_cases",)
 
     def __init__(self, args):
         # some answers pass by a later Python only
@@ -458,21 +456,19 @@ def settings(meta):
     return {name: x for name, x in {**meta, **model}.items() if name not in NO_SETTINGS}
 
 
-def read_records(stream, *fields, source="stdin", to_grade=False, to_train=False, seen=None,
-                 with_failed=False):
+def read_records(stream, *fields, source="stdin", seen=None, with_failed=False):
     """Yields the records of a stream's lines; an invalid line is an error that names it.
 
-    fields: what a record must have, besides its task's description and reference and, with
-    to_grade, what its grader needs. to_train rejects dialogues without a message of the
-    agent. seen: a Seen, which several streams may share. with_failed: yield failed episodes, too;
-    else one line says how many there are.
+    fields: what a record must have, besides its task's description and reference. seen: a Seen,
+    which several streams may share. with_failed: yield failed episodes, too; else one line says how
+    many there are.
     """
     seen, n_failed = seen or Seen(tasks={}), 0
     for place, record in read_jsonl(stream, source):
         try:
             if "task" not in record and "problem_description" in record:
                 record = {"task": record}  # ColBench's published task files hold bare tasks
-            check_record(record, fields, to_grade, to_train)
+            check_record(record, fields)
             seen.add(record, place)
         except ValueError as e:
             fail(f"{place}: {e}")
@@ -484,31 +480,28 @@ def read_records(stream, *fields, source="stdin", to_grade=False, to_train=False
         say(f"{n_failed} records of failed episodes in {source} are left out")
 
 
-def check_record(record, fields, to_grade, to_train):
-    """Raises ValueError if a record by itself is invalid; for the arguments see read_records.
+def check_record(record, fields):
+    """Raises ValueError if a record by itself is invalid. fields: see read_records.
 
     Rounds a reward within 1e-9 of 1 or 0, so that the sum of ten times 0.1 counts as solved.
     """
     check_shape(record, RECORD)
-    check_dialogue(record.get("dialogue_history", []), "dialogue_history")
+    if record.get("dialogue_history"):
+        check_dialogue(record["dialogue_history"], "dialogue_history")
     if "reward" in record:
         reward = record["reward"]
         if not -1 - 1e-9 < reward < 1 + 1e-9:
             raise ValueError(f"the reward {reward} is not between -1 and 1")
         if 0 < abs(reward - round(reward)) < 1e-9:
             record["reward"] = float(round(reward))
-    kind = environment(record.get("task", {}))
-    required = ["task.problem_description", "task.ground_truth"]
-    is_episode = "failed" not in record  # a failed one has no more than its task
-    if is_episode:
-        required += [*fields, *(kind.required_fields if to_grade else ())]
-    for path in required:
-        parent, _, name = path.rpartition(".")
-        holder = record.get(parent, {}) if parent else record
-        if holder.get(name) in (None, {}, []):
-            raise ValueError(f"this record has no {path!r}")
-    if to_train and is_episode and not agent_messages(record):
-        raise ValueError("dialogue_history has no message of the agent")
+    task = record.get("task", {})
+    task_kind(task)  # raises if it is unknown
+    needed = [(task, "problem_description"), (task, "ground_truth")]
+    if "failed" not in record:  # a failed episode has no more than its task
+        needed += [(record, name) for name in fields]
+    for holder, name in needed:
+        if holder.get(name) in (None, []):
+            raise ValueError(f"this record has no {name!r}")
 
 
 KINDS = {str: "text", bool: "true or false", int: "an integer", float: "a number", list: "a list",
@@ -533,13 +526,15 @@ def check_shape(value, shape, path=""):
 
 
 def check_dialogue(history, name):
-    """Raises ValueError if the messages are not a dialogue. name: for the error message."""
+    """Raises ValueError if messages are no dialogue with the agent. name: for the error message."""
     for message in history:
         if message.get("role") not in ("system", "user", "assistant") or "content" not in message:
             raise ValueError(f"a message of {name} has no content, or its role is not system, "
                              "user or assistant")
-    if history and history[0]["role"] == "assistant":
+    if history[0]["role"] == "assistant":
         raise ValueError(f"{name} starts with the assistant, not with a user or system message")
+    if all(message["role"] != "assistant" for message in history):
+        raise ValueError(f"{name} has no message of the assistant")
 
 
 class Seen:
@@ -659,7 +654,7 @@ class Grader:
 
     def grade(self, task, answer):
         """Returns {"reward": share of tests passed, "tests": {name: verdict}}."""
-        tests, answer = list(task["test_cases"].values()), answer or ""
+        tests, answer = tests_of(task), answer or ""
         if not answer.strip():
             return with_reward(task, ["no answer"] * len(tests))
         for word in BANNED_WORDS if self.official else ():
@@ -679,7 +674,7 @@ class Grader:
 
     def check(self, task):
         """Returns grade's fields for the reference as an answer, whose values must never vary."""
-        tests = list(task["test_cases"].values())
+        tests = tests_of(task)
         if RANDOM_OR_CLOCK.search("\n".join([task["ground_truth"], *tests])):
             return with_reward(task, [MAY_VARY] * len(tests))
         return self.grade(task, task["ground_truth"])
@@ -712,6 +707,13 @@ class Grader:
                     servers.pop(with_packages).stop()
                 if last_try:
                     raise GraderError(f"a fork server failed twice: {e!r}") from e
+
+
+def tests_of(task):
+    """Returns a task's tests; exits if it has none."""
+    if not task.get("test_cases"):
+        fail(f"the task {task['problem_description'][:60]!r} has no test_cases")
+    return list(task["test_cases"].values())
 
 
 def first_block(answer):
@@ -1448,7 +1450,7 @@ def get_args(argv=None):
 def grade(args, emit):
     """Adds the reward to records with a task and an answer; failed episodes stay as they are."""
     n_graded, broken = 0, set()
-    records = read_records(sys.stdin, "answer", to_grade=True, with_failed=True)
+    records = read_records(sys.stdin, "answer", with_failed=True)
     for record in grade_records(records, args):
         emit(record)
         n_graded += "failed" not in record
@@ -1468,8 +1470,7 @@ def reference_failed(record):
 
 def check(args, emit):
     """Drops tasks whose own reference does not get reward 1."""
-    references = ({"task": r["task"], "original": r}
-                  for r in read_records(sys.stdin, to_grade=True))
+    references = ({"task": r["task"], "original": r} for r in read_records(sys.stdin))
     for record in grade_records(references, args, check=True):
         if record["reward"] > 0.9999:  # allows for rounding in the likeness
             emit(record["original"])

@@ -150,7 +150,7 @@ def read_trajectories(args, *fields, pi_reads_c, ref_reads_c):
     pi_reads_c, ref_reads_c: see pi_and_ref_turns. Actions that have more than --max_length tokens
     with their prompt are too long.
     """
-    records = [*read_records(sys.stdin, "dialogue_history", *fields, to_train=True)]
+    records = [*read_records(sys.stdin, "dialogue_history", *fields)]
     _, tokenizer, config = find_model(args.model)
     config = config.get_text_config()
     longest = min(args.max_length, getattr(config, "max_position_embeddings", None) or math.inf)

@@ -454,7 +454,7 @@ def test_who_reads_failed_episodes(grading, episodes, capsys):
     assert f"graded {len(episodes)} answers" in told
     given = lines(graded).encode().splitlines()
     capsys.readouterr()
-    read = list(colbench.read_records(given, "dialogue_history", "reward", to_train=True))
+    read = list(colbench.read_records(given, "dialogue_history", "reward"))
     assert read == graded[1:-1]
     assert capsys.readouterr().err == "2 records of failed episodes in stdin are left out\n"
     with pytest.raises(SystemExit, match="line 1: .*failed is not text"):

@@ -159,6 +159,9 @@ BARE, ONCE, SILENT = ([TASK], [PLAYED], [{**PLAYED, "dialogue_history": dialogue
 COMPLAINTS = [  # command, its stdin, a part of the line that says what is wrong
     ("evaluate.py gone.jsonl", "", "error: gone.jsonl: No such file"),
     ("evaluate.py", [PLAYED, {**PLAYED, "reward": None}], "line 2: this record has no 'reward'"),
+    ("colbench.py grade", [{"task": {**TASK, "test_cases": {}}, "answer": "x"}],
+     "the task 'p' has no test_cases"),
+    ("colbench.py check", [{**TASK, "test_cases": None}], "the task 'p' has no test_cases"),
     ("train_critic.py --out x --score x", "", "--score: not allowed with argument --out"),
     ("train_critic.py --score=", "", "--model is needed, because --score '' is not a run"),
     ("train_critic.py --score MODEL", "", "--model is needed, because --score"),

@@ -66,7 +66,7 @@ def is_informative(reply, history):
 
 
 def main(by, args):
-    emit, records = open_stdout(), [*read_records(sys.stdin, "dialogue_history", to_train=True)]
+    emit, records = open_stdout(), [*read_records(sys.stdin, "dialogue_history")]
     steps = []  # [(action, record, history, action as a message, [reply], [] or None: unknown)]
     for r in records:
         for history, actions in turn_actions(r):

@@ -136,7 +136,7 @@ def main(args, flags):
         with fail_on_error(f"no tasks on stdin, and {name} can't be read"):
             stream = open(name, "rb")
     tasks = b""
-    for record in read_records(stream, source=name, to_grade=True):
+    for record in read_records(stream, source=name):
         if environment(record["task"]).shows_pages:
             fail(f"{name} has tasks of web pages, which talk.py can't show")
         tasks += json.dumps({"task": record["task"]}).encode() + b"\n"
