@@ -773,7 +773,7 @@ def describe(result):
 
 LIBC = ctypes.CDLL(None, use_errno=True)
 LIBC.prctl.argtypes = [ctypes.c_int] + 4 * [ctypes.c_ulong]
-MEMORY = 1 << 30     # bytes of a child's address space
+MEMORY = 1 << 30     # bytes of address space that a child may add to its server's
 MESSAGE_BYTES = 100  # length of each message of a child
 HAS_VALUE = b"has a value"  # what a child sends before it turns a test's value into text
 # Modules to load before the fork, because children can't open files: the standard library, numpy
@@ -969,7 +969,9 @@ def confine():
     for fd in (0, 1, 2):
         os.dup2(devnull, fd)
     os.close(devnull)  # now only the result socket leads out
-    resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))
+    pages = int(pathlib.Path("/proc/self/statm").read_text().split()[0])
+    limit = pages * resource.getpagesize() + MEMORY
+    resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
     LIBC.prctl(1, signal.SIGKILL, 0, 0, 0)  # PR_SET_PDEATHSIG: die with the server
     LIBC.prctl(38, 1, 0, 0, 0)  # PR_SET_NO_NEW_PRIVS
     bpf = seccomp_filter()

@@ -739,6 +739,16 @@ def test_a_grader_that_cannot_work_says_so(monkeypatch, grading, tmp_path):
                     str(end))
 
 
+def test_what_the_server_has_loaded_takes_no_memory_from_an_answer(monkeypatch, tmp_path):
+    """Own environments are imported there, too, and may load much."""
+    change_sandbox(monkeypatch, tmp_path, "import __future__\n",
+                   "import __future__, mmap\nloaded = mmap.mmap(-1, 3 << 30)\n")
+    for size, reward in (900 << 20, 1), (1100 << 20, 0):
+        with closing(Grader(workers=1)) as g:
+            answer = f"def f(x):\n    bytearray({size})\n    return x * 2"
+            assert g.grade(DOUBLE, answer)["reward"] == reward
+
+
 def test_a_child_that_cannot_confine_itself_tells_its_cause(monkeypatch, tmp_path):
     change_sandbox(monkeypatch, tmp_path, "    confine()\n", "    raise ValueError('a bad limit')\n")
     with pytest.raises(GraderError, match="a bad limit"):
