@@ -58,8 +58,7 @@ import urllib.parse
 from collections import abc, defaultdict, deque
 from hashlib import sha256
 
-from utils import (HERE, cpus, digest, fail, open_stdout, parser, private_copy, read_jsonl, run,
-                   say)
+from utils import (HERE, cpus, digest, fail, open_stdout, parser, read_jsonl, run, say)
 
 
 ANSWER = "I WANT TO ANSWER:"   # marks the final answer, which follows it
@@ -219,9 +218,11 @@ class Episode:
         self.history.append({**ours, **fields, **ours})  # ours come first, and can't be replaced
 
     def reply(self, text):
-        """Adds the human's reply, truncated to the limit of the task's kind."""
+        """Adds the human's reply, truncated to the limit of the task's kind, which may end it."""
+        kind = environment(self.task)
         text = text.encode(errors="replace").decode()  # tokenizers reject lone surrogates
-        self.history.append({"role": "user", "content": text[:environment(self.task).reply_chars]})
+        self.history.append({"role": "user", "content": text[:kind.reply_chars]})
+        self.ended = kind.ends(self.history)
 
     def abandon(self):
         """Ends the episode without an answer, and drops the reply that the agent can't answer."""
@@ -230,8 +231,7 @@ class Episode:
 
     def fields(self):
         """Returns the fields that the episode adds to the record of its task."""
-        history = private_copy(self.history)
-        answer = environment(self.task).final_answer(history, self.submitted)
+        answer = environment(self.task).final_answer(self.history, self.submitted)
         return {"dialogue_history": self.history, "answer": answer or "",
                 "answered": answered({"dialogue_history": self.history})}
 
@@ -242,6 +242,7 @@ class Environment:
     """A kind of task: its prompts, what counts as the answer, and how answers are graded.
 
     Only grading needs an instance. Its `grade` is called from several threads, then its `close`.
+    The methods must not change what they get. A task without a reference has "" as `ground_truth`.
     """
     agent_prompt = "{problem_description}"  # {max_turns}, {ANSWER} and {OUTPUT} are filled in, too
     human_prompt = None             # for an LLM human; see human_prompt()
@@ -255,8 +256,13 @@ class Environment:
         """Ends what the environment has opened, such as a browser."""
 
     @classmethod
+    def ends(cls, history):
+        """Whether the human's last message ends the episode, as that of a game that is won may."""
+        return False
+
+    @classmethod
     def final_answer(cls, history, submitted):
-        """Returns the answer to grade. submitted: the last message's; None: the context is full."""
+        """Returns the answer to grade. submitted: the last message's; None: it has none."""
         return submitted
 
     @classmethod
@@ -264,14 +270,15 @@ class Environment:
         """Returns {name: number} of a graded record, which evaluate.py shows as percentages."""
         return {"success": record["reward"] >= 1, "unanswered": not answered(record)}
 
-    def check(self, task):
+    def grade_reference(self, task):
         """Returns what grade returns for the task's own reference, whose reward must be 1."""
-        return self.grade(task, task["ground_truth"])
+        return self.grade({"task": task, "answer": task["ground_truth"]})
 
-    def grade(self, task, answer):
+    def grade(self, record):
         """Returns {"reward": 0 to 1} and further fields for the record, such as "failure".
 
-        "reward_by" names the grader, because rewards of different graders are not comparable.
+        record: "task", "answer" and, of an episode, "dialogue_history". "reward_by" names the
+        grader, because rewards of different graders are not comparable.
         """
         fail(f"{type(self).__name__} can't grade answers: define its method grade")
 
@@ -310,11 +317,12 @@ not mind. Write no code, quote none, and do not mention that a function exists."
     def close(self):
         self.grader.close()
 
-    def check(self, task):
-        return self.grader.check(task)
+    def grade_reference(self, task):
+        return self.grader.grade_reference(task)
 
-    def grade(self, task, answer):
-        return {**self.grader.grade(task, answer), "reward_by": self.reward_by}
+    def grade(self, record):
+        fields = self.grader.grade(record["task"], record["answer"])
+        return {**fields, "reward_by": self.reward_by}
 
 
 class Pages(Environment):
@@ -356,9 +364,9 @@ mention pictures."""
     def metrics(cls, record):
         return {"not_drawn": "failure" in record}
 
-    def grade(self, task, answer):
+    def grade(self, record):
         try:
-            pages = self.renderer.render_pair(task, answer)
+            pages = self.renderer.render_pair(record["task"], record["answer"])
         except RenderError as e:
             return {"reward": 0.0, "reward_by": self.reward_by, "failure": str(e)}
         return {"reward": self.likeness(*pages), "reward_by": self.reward_by}
@@ -486,8 +494,7 @@ def check_record(record, fields):
     Rounds a reward within 1e-9 of 1 or 0, so that the sum of ten times 0.1 counts as solved.
     """
     check_shape(record, RECORD)
-    if record.get("dialogue_history"):
-        check_dialogue(record["dialogue_history"], "dialogue_history")
+    check_dialogue(record.get("dialogue_history", []), "dialogue_history")
     if "reward" in record:
         reward = record["reward"]
         if not -1 - 1e-9 < reward < 1 + 1e-9:
@@ -526,15 +533,13 @@ def check_shape(value, shape, path=""):
 
 
 def check_dialogue(history, name):
-    """Raises ValueError if messages are no dialogue with the agent. name: for the error message."""
+    """Raises ValueError if the messages are not a dialogue. name: for the error message."""
     for message in history:
         if message.get("role") not in ("system", "user", "assistant") or "content" not in message:
             raise ValueError(f"a message of {name} has no content, or its role is not system, "
                              "user or assistant")
-    if history[0]["role"] == "assistant":
+    if history and history[0]["role"] == "assistant":
         raise ValueError(f"{name} starts with the assistant, not with a user or system message")
-    if all(message["role"] != "assistant" for message in history):
-        raise ValueError(f"{name} has no message of the assistant")
 
 
 class Seen:
@@ -568,12 +573,12 @@ class Seen:
 
 # --- grading many records -------------------------------------------------------------------------
 
-def grade_records(records, args, check=False):
-    """Yields the records with the fields that their environment's `grade` returns, in order.
+def grade_records(records, args, references=False):
+    """Yields (record, the fields that its environment's `grade` returns), in order.
 
-    check: grade the task's own reference instead of the answer, by the environment's `check`. Waits
-    for the oldest record only if many are being graded, or after the last one. An invalid line
-    raises its error when the records before it are graded.
+    references: grade the tasks' references instead, by `grade_reference`. Waits for the oldest
+    record only if many are being graded, or after the last one. An invalid line raises its error
+    when the records before it are graded.
     """
     graders, jobs, invalid = {}, deque(), None
     with contextlib.ExitStack() as stack, \
@@ -584,7 +589,7 @@ def grade_records(records, args, check=False):
                 if kind not in graders:
                     graders[kind] = kind(args)
                     stack.callback(graders[kind].close)
-                jobs.append(pool.submit(grade_record, graders[kind], record, check))
+                jobs.append(pool.submit(grade_record, graders[kind], record, references))
                 while jobs and (jobs[0].done() or len(jobs) >= 4 * args.workers):
                     yield jobs.popleft().result()
         except SystemExit as e:
@@ -595,13 +600,13 @@ def grade_records(records, args, check=False):
         raise invalid
 
 
-def grade_record(grader, record, check):
-    """Returns the record with the fields that its environment gives it."""
+def grade_record(grader, record, references):
+    """Returns the record, and the fields that its environment gives it."""
     if "failed" in record:
-        return record
-    task, answer = private_copy([record["task"], record.get("answer")])
-    fields = grader.check(task) if check else grader.grade(task, answer)
-    return {k: x for k, x in record.items() if k not in GRADE_FIELDS} | fields
+        return record, {}
+    if references:
+        return record, grader.grade_reference(record["task"])
+    return record, grader.grade(record)
 
 
 class GraderError(OSError):
@@ -672,7 +677,7 @@ class Grader:
         verdicts = [verdict(result, results.get(i)) for i, result in enumerate(expected)]
         return with_reward(task, verdicts)
 
-    def check(self, task):
+    def grade_reference(self, task):
         """Returns grade's fields for the reference as an answer, whose values must never vary."""
         tests = tests_of(task)
         if RANDOM_OR_CLOCK.search("\n".join([task["ground_truth"], *tests])):
@@ -1449,14 +1454,14 @@ def get_args(argv=None):
     return p.parse_args(argv)
 
 
-def grade(args, emit):
+def grade_episodes(args, emit):
     """Adds the reward to records with a task and an answer; failed episodes stay as they are."""
     n_graded, broken = 0, set()
     records = read_records(sys.stdin, "answer", with_failed=True)
-    for record in grade_records(records, args):
-        emit(record)
+    for record, fields in grade_records(records, args):
+        emit({name: x for name, x in record.items() if name not in GRADE_FIELDS} | fields)
         n_graded += "failed" not in record
-        if reference_failed(record):
+        if reference_failed(fields):
             broken.add(task_id(record["task"]))
     say(f"graded {n_graded} answers")
     if broken:
@@ -1464,27 +1469,28 @@ def grade(args, emit):
             "have reward 1; drop them by colbench.py check")
 
 
-def reference_failed(record):
-    """Whether a graded record says that the task's own reference fails."""
-    texts = [record.get("failure", ""), *record.get("tests", {}).values()]
+def reference_failed(fields):
+    """Whether the grader's fields say that the task's own reference fails."""
+    texts = [fields.get("failure", ""), *fields.get("tests", {}).values()]
     return any(text.startswith(("the reference: ", "no expected value: ")) for text in texts)
 
 
-def check(args, emit):
+def check_tasks(args, emit):
     """Drops tasks whose own reference does not get reward 1."""
-    references = ({"task": r["task"], "original": r} for r in read_records(sys.stdin))
-    for record in grade_records(references, args, check=True):
-        if record["reward"] > 0.9999:  # allows for rounding in the likeness
-            emit(record["original"])
+    for record, fields in grade_records(read_records(sys.stdin), args, references=True):
+        if fields["reward"] > 0.9999:  # allows for rounding in the likeness
+            emit(record)
             continue
-        failed = {name: text for name, text in record.get("tests", {}).items() if text != "pass"}
-        cause = failed or record.get("failure", "its own reference does not get reward 1")
+        failed = {name: text for name, text in fields.get("tests", {}).items() if text != "pass"}
+        cause = failed or fields.get("failure", "its own reference does not get reward 1")
         say(f"task {task_id(record['task'])} dropped: {cause}")
 
 
+COMMANDS = {"grade": grade_episodes, "check": check_tasks}
+
+
 def main(args):
-    command = grade if args.command == "grade" else check
-    command(args, open_stdout())
+    COMMANDS[args.command](args, open_stdout())
 
 
 if __name__ == "__main__":

@@ -355,7 +355,7 @@ def grading(capsys):
         args = colbench.get_args([command, "--workers", "2", *map(str, flags)])
         try:
             with stdin_of(given):
-                getattr(colbench, command)(args, lambda record: emitted.append(json.dumps(record)))
+                colbench.COMMANDS[command](args, lambda record: emitted.append(json.dumps(record)))
         except (SystemExit, colbench.GraderError) as e:
             end = e
         return list(map(json.loads, emitted)), capsys.readouterr().err, end

@@ -1,4 +1,4 @@
-"""Own environments: the manual's, twenty questions, through all scripts; and careless ones."""
+"""Own environments: the manual's, twenty questions, through all scripts; and a game."""
 import json
 import random
 import re
@@ -7,8 +7,9 @@ import runpy
 import pytest
 
 import colbench
+import evaluate
 import toy
-from conftest import DOUBLE, HONEST, ROOT, actions, copy_scripts, records, save, succeed
+from conftest import DOUBLE, HONEST, ROOT, actions, copy_scripts, lines, records, save, succeed
 
 HERE = "# import here your own environments"  # the line below ENVIRONMENTS
 MANUAL = open(f"{ROOT}/tests/experiments/MANUAL.md", encoding="utf-8").read()
@@ -19,7 +20,7 @@ def repo(tmp_path):
     """A copy of the scripts with the manual's words.py beside them, and its line in colbench.py."""
     copy_scripts(tmp_path)
     (code,) = re.findall(r"<!-- environment -->\n```python\n(.*?)```", MANUAL, re.S)
-    (row,) = re.findall(r"add `(.*?)` below `ENVIRONMENTS`", MANUAL)
+    (row,) = re.findall(r"add `(.*?)` below\s`ENVIRONMENTS`", MANUAL)
     (tmp_path / "words.py").write_text(code)
     text = (tmp_path / "colbench.py").read_text()
     assert text.count(HERE) == 1
@@ -80,40 +81,42 @@ def test_twenty_questions_go_through_all_scripts(repo, monkeypatch):
     assert base["settings"]["environment"] == ["words"]
 
 
-class Spoiler(colbench.Environment):
-    """Its methods change whatever they get."""
-    returned = {"reward": 1.0}
+class Cave(colbench.Environment):
+    """A text game without a reference: the human's "you are out" wins it."""
+    agent_prompt = "Find your way out of the cave in {max_turns} moves."
 
     @classmethod
-    def final_answer(cls, history, submitted):
-        spoil(history)
-        return "a"
+    def ends(cls, history):
+        return history[-1]["content"] == "you are out"
 
     @classmethod
     def metrics(cls, record):
-        spoil(record)
-        return {"success": True}
+        return {"out": cls.ends(record["dialogue_history"])}
 
-    def grade(self, task, answer):
-        spoil(task)
-        return self.returned
-
-
-def spoil(data):
-    """Changes JSON data at every depth."""
-    for value in list(data.values() if isinstance(data, dict) else data):
-        if isinstance(value, (dict, list)):
-            spoil(value)
-    if isinstance(data, dict):
-        data |= {"spoiled": True, "content": "spoiled", "reward": 0}
-    else:
-        data.insert(0, "spoiled")
+    def grade(self, record):
+        moves = len(colbench.agent_messages(record))
+        return {"reward": self.ends(record["dialogue_history"]) / moves}
 
 
-def test_what_an_environment_changes_is_its_own_copy(grading, playing, episodes, monkeypatch):
-    monkeypatch.setitem(colbench.ENVIRONMENTS, "spoiler", Spoiler)
-    given = [{"task": {**episodes[0]["task"], "kind": "spoiler"}}]
-    (played,), _, _ = playing(given, "--max_tokens", 5, "--max_turns", 3)
-    assert len(played["dialogue_history"]) == 6 and "spoiled" not in json.dumps(played)
-    (graded,), _, _ = grading([played])
-    assert graded == {**played, "reward": 1.0}
+def test_a_game_ends_when_its_human_says_so_and_its_dialogue_is_graded(grading, tmp_path,
+                                                                       monkeypatch, capsys):
+    """Of one way out: its moves are the agent's messages, and the last reply is no move."""
+    monkeypatch.setitem(colbench.ENVIRONMENTS, "cave", Cave)
+    way, given = ["north", "east", "north"], []
+    for sample, moves in enumerate((way, ["east", *way], ["north"] * 5)):
+        episode = colbench.Episode({"id": "c", "kind": "cave", "problem_description": "",
+                                    "ground_truth": ""}, max_turns=5)
+        steps = iter(moves)
+        while not episode.ended:
+            episode.act(next(steps))
+            if not episode.ended:
+                made = [m["content"] for m in episode.history if m["role"] == "assistant"]
+                episode.reply("you are out" if made[-3:] == way else "it is dark")
+        given.append({"task": episode.task, "sample": sample, **episode.fields()})
+    assert [len(r["dialogue_history"]) for r in given] == [7, 9, 10]
+    graded, _, _ = grading(given)
+    assert [r["reward"] for r in graded] == [1 / 3, 1 / 4, 0]
+    monkeypatch.setattr(evaluate, "open_stdout", lambda: lambda record: None)
+    (tmp_path / "cave.jsonl").write_text(lines(graded))
+    evaluate.main(evaluate.get_args([str(tmp_path / "cave.jsonl")]))
+    assert re.search(r"reward % .* out % .*\n.* 19\.4 .* 66\.7 ", capsys.readouterr().err)

@@ -155,7 +155,7 @@ TASK = {"id": "a", "problem_description": "p", "ground_truth": "def f(): return 
 PLAYED = {"task": TASK, "dialogue_history": dialogue("p", "q"), "reward": 0.5,
           "meta": {"thinking": 1}}
 OTHER = {**TASK, "ground_truth": "def f(): return 2"}
-BARE, ONCE, SILENT = ([TASK], [PLAYED], [{**PLAYED, "dialogue_history": dialogue("p")}])
+BARE, ONCE = [TASK], [PLAYED]
 COMPLAINTS = [  # command, its stdin, a part of the line that says what is wrong
     ("evaluate.py gone.jsonl", "", "error: gone.jsonl: No such file"),
     ("evaluate.py", [PLAYED, {**PLAYED, "reward": None}], "line 2: this record has no 'reward'"),
@@ -167,7 +167,6 @@ COMPLAINTS = [  # command, its stdin, a part of the line that says what is wrong
     ("train_critic.py --score MODEL", "", "--model is needed, because --score"),
     ("train_critic.py --out x --epoch 1", "", "--epoch 1"),  # no abbreviations
     ("train_critic.py --model MODEL", ONCE, "no task has a pair"),
-    ("train_critic.py --out x --model MODEL", SILENT, "line 1: dialogue_history has no message"),
     ("collect.py --model no/such --human fixed:no", BARE, "no model at 'no/such'"),
     ("collect.py --model MODEL", " \n", "stdin is empty"),
     ("collect.py --model MODEL", ONCE, "already has a dialogue"),

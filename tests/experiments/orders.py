@@ -16,8 +16,9 @@ CHOICES = {"dish": ("soup", "pizza", "salad"), "size": ("small", "large"),
 
 class Orders(Environment):
 
-    def grade(self, task, answer):
-        pairs = zip(answer.lower().split(","), task["ground_truth"].split(", "))
+    def grade(self, record):
+        ours, wanted = record["answer"].lower(), record["task"]["ground_truth"]
+        pairs = zip(ours.split(","), wanted.split(", "))
         return {"reward": sum(ours.strip() == wanted for ours, wanted in pairs) / len(CHOICES)}
 
 

@@ -93,9 +93,10 @@ class ColBench(BaseTextEnv):
         self.turns = episode.turn
         if not episode.ended:
             episode.reply(wait(self.runner.human_reply(self.task, episode.history)))
+        if not episode.ended:
             return BaseTextEnvStepOutput(observations=episode.history[-1:], reward=0.0, done=False,
                                          metadata={})
         fields = episode.fields()
-        fields |= self.grader.grade(self.task, fields["answer"])
+        fields |= self.grader.grade({"task": self.task, **fields})
         return BaseTextEnvStepOutput(observations=[], reward=fields["reward"], done=True,
                                      metadata=fields)
