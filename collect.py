@@ -31,12 +31,11 @@ import sys
 import traceback
 from collections import Counter, deque
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import aclosing, suppress
+from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
 from urllib.parse import urlsplit
 
-import httpx2  # the HTTP library of openai
 import openai
 import torch
 from torch.nn.functional import pad, scaled_dot_product_attention
@@ -119,7 +118,7 @@ def add_engine_flags(p):
     g.add_argument("--dtype", default="auto", choices=["auto", "bf16", "fp32"],
                    help="of transformers; auto: bf16 on a GPU, fp32 on a CPU")
     g.add_argument("--timeout", type=float, default=1800.0,
-                   help="seconds until a server's whole reply; then the request is retried")
+                   help="seconds for a request to a server, with its retries")
     g.add_argument("--retries", type=int, default=8, help="how often to retry a request to a "
                    "server; 8 retries take about a minute")
 
@@ -520,32 +519,7 @@ AttentionMaskInterface.register("grouped", sdpa_mask)
 
 API_KEYS = {"agent": ["AGENT_API_KEY", "OPENAI_API_KEY"], "human": ["OPENAI_API_KEY"],
             "engine": ["VLLM_API_KEY"]}  # environment variables; the first that is set counts
-MOST_BYTES = 2 ** 26  # of a reply; a server that sends 17 long messages with log-probs needs half
 MOST_CHARS = 10 ** 5  # of a chat model's text, which regexes search
-
-
-class Client(openai.DefaultAsyncHttpxClient):
-    """Reads whole replies: within the time limit, and not more than MOST_BYTES.
-
-    It asks for uncompressed replies, and decompresses none, because a small one may become large.
-    """
-
-    async def send(self, request, **kwargs):
-        request.headers["Accept-Encoding"] = "identity"
-        body = bytearray()
-        try:
-            async with asyncio.timeout(request.extensions["timeout"]["read"]):
-                response = await super().send(request, **{**kwargs, "stream": True})
-                async with aclosing(response):
-                    async for part in response.aiter_raw():
-                        body += part
-                        if len(body) > MOST_BYTES:
-                            raise ValueError(f"the reply has more than {MOST_BYTES} bytes")
-        except TimeoutError:
-            raise httpx2.ReadTimeout("the reply takes longer than --timeout") from None
-        response.headers.pop("Content-Encoding", None)
-        return httpx2.Response(response.status_code, headers=response.headers, content=bytes(body),
-                               request=request)
 
 
 class Server:
@@ -557,12 +531,13 @@ class Server:
 
     def __init__(self, args, role, url, body):
         self.name, self.body, self.usage = without_secrets(url), body, Counter()
+        self.timeout = args.timeout
         key = next(filter(None, map(os.environ.get, API_KEYS[role])), "none")
         # a redirect could carry the key and the hidden information to another host
         self.client = openai.AsyncOpenAI(
             base_url=url, api_key=key, max_retries=args.retries,
             timeout=openai.Timeout(args.timeout, connect=30),
-            http_client=Client(follow_redirects=False))
+            http_client=openai.DefaultAsyncHttpxClient(follow_redirects=False))
 
     async def find_model(self, wanted=None):
         """Sets body["model"] to the wanted one, or to the only one that is served.
@@ -586,7 +561,10 @@ class Server:
     async def post(self, path, **body):
         """Returns the server's reply to a request, and counts it; OSError if there is none."""
         try:
-            reply = await self.client.post(path, cast_to=object, body={**self.body, **body})
+            async with asyncio.timeout(self.timeout):
+                reply = await self.client.post(path, cast_to=object, body={**self.body, **body})
+        except TimeoutError:
+            raise OSError(f"{self.name}: no reply within --timeout") from None
         except openai.OpenAIError as e:
             raise OSError(f"{self.name}: {str(e.__cause__ or e)[:300]}") from None
         usage = reply.get("usage") or {}
