@@ -234,7 +234,7 @@ def hold_out(tasks, share, seed):
     """Shuffles tasks; returns (training tasks, held out), with at least one to train on."""
     tasks = list(tasks)
     rng("held out", seed).shuffle(tasks)
-    n_held = min(math.ceil(share * len(tasks)), len(tasks) - 1)
+    n_held = min(math.ceil(share * len(tasks) - 1e-9), len(tasks) - 1)  # 0.07 of 100 is 7
     return tasks[n_held:], tasks[:n_held]
 
 

@@ -96,7 +96,7 @@ def make_pairs(args, trajectories, ref_logps):
     train_tasks, held_tasks = map(set, hold_out(tasks, args.held_out, args.seed))
     training = [(task, pairs) for task, pairs in groups if task in train_tasks]
     held_out = [pair for task, pairs in groups if task in held_tasks for pair in pairs]
-    return training, held_out
+    return training, list(dict.fromkeys(held_out))  # --mix repeats pairs
 
 
 def make_groups(args, trajectories, ref_logps):

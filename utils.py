@@ -208,7 +208,8 @@ class RunDirectory:
         for name in glob.glob("*.py", root_dir=HERE):
             copy = os.path.join(self.out, name)
             if not os.path.exists(copy):  # keep those of the first start
-                shutil.copy(os.path.join(HERE, name), copy)
+                with writing(copy) as part:
+                    shutil.copy(os.path.join(HERE, name), part)
 
     def append(self, row):
         """Appends a row to metrics.jsonl."""

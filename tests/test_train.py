@@ -327,6 +327,18 @@ def test_nothing_is_learned_of_held_out_tasks(trainer, flags, ranked, tiny_dir):
         assert len(train) == tasks - n and len(measured) == n and not train & measured
 
 
+def test_the_share_that_is_held_out_is_exact_and_mixed_pairs_are_measured_once(ranked, tiny_dir):
+    for n in range(1, 101):
+        for percent in range(101):
+            train, held = M.hold_out(range(n), percent / 100, 0)
+            assert len(held) == min(-(-percent * n // 100), n - 1)
+            assert sorted(train + held) == [*range(n)]
+    flags = ["--model", tiny_dir, "--held_out", 0.5]
+    plain, mixed = (Counter(read_by(ranked, train_policy, *flags, "--mix", mix)[1])
+                    for mix in (0, 9))
+    assert {*mixed.values()} == {1} and mixed.keys() > plain.keys()
+
+
 @pytest.mark.parametrize("trainer", [train_critic, train_policy])
 def test_the_same_episode_is_not_trained_on_twice(trainer, ranked, tiny_dir):
     """Two are the same if their task, sample, settings and texts are; its scores may differ."""
