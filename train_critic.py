@@ -25,7 +25,8 @@ metrics instead); and a Trainer class: each script has a loop that you can chang
 """
 # Parse flags before importing torch, so that --help and flag errors are instant.
 from utils import (RANK, Log, RunDirectory, changed_scripts, check_ranges, fail, from_rank_0,
-                   init_distributed, lr_at, machine_flags, open_stdout, parser, rows_of, run, say)
+                   init_distributed, lr_at, machine_flags, open_stdout, parser, read_metrics,
+                   run, say)
 
 import gc
 import time
@@ -74,7 +75,7 @@ def get_args(argv=None):
 
 def flags_of(folder):
     """Returns the flags of a trainer's run, {} for another model's folder."""
-    rows = rows_of(folder)
+    rows = read_metrics(folder)
     return rows[0]["args"] if rows else {}
 
 
@@ -86,9 +87,9 @@ import torch.nn.functional as F
 
 from colbench import content_hash
 from model import (all_batches, backward, base_digest, check_finite, clip_gradient, forward,
-                   hold_out, load, load_checkpoint, mean_loss, model_facts, ordered,
-                   read_trajectories, reference_logps, save, save_checkpoint, score,
-                   trajectory_pairs, turns_in)
+                   hold_out, load, load_checkpoint, mean_loss, model_facts,
+                   pair_accuracies, read_trajectories, reference_logps, save, save_checkpoint,
+                   score, trajectory_pairs, turns_in)
 
 
 # --- data -----------------------------------------------------------------------------------------
@@ -108,13 +109,13 @@ def ref_turns(trajectories):
 
 def make_pairs(args, trajectories):
     """Returns ([(task id, [Pair])] to train on, [Pair] held out)."""
-    pairs_of = trajectory_pairs(trajectories, args.min_gap)
-    if not pairs_of:
+    pairs_by_task = trajectory_pairs(trajectories, args.min_gap)
+    if not pairs_by_task:
         fail("no task has a pair of trajectories: sample more per task with collect.py -k, or pair "
              "by --min_gap 0")
-    train_tasks, held_tasks = hold_out(pairs_of, args.held_out, args.seed)
-    held_out = [pair for task in held_tasks for pair in pairs_of[task]]
-    return [(task, pairs_of[task]) for task in train_tasks], held_out
+    train_tasks, held_tasks = hold_out(pairs_by_task, args.held_out, args.seed)
+    held_out = [pair for task in held_tasks for pair in pairs_by_task[task]]
+    return [(task, pairs_by_task[task]) for task in train_tasks], held_out
 
 
 # --- the loss -------------------------------------------------------------------------------------
@@ -210,7 +211,7 @@ def check_pi_ref(folder, model):
     if changed := changed_scripts(folder):
         say(f"warning: the critic in {folder} was trained by another {changed}; to score as then, "
             f"run its own copies (python {folder}/NAME.py)")
-    if base_digest(model) != rows_of(folder)[0]["model_weights"]:
+    if base_digest(model) != read_metrics(folder)[0]["model_weights"]:
         fail(f"{model} is not the pi_ref of the critic in {folder}; give that by --model")
 
 
@@ -227,24 +228,24 @@ def add_scores(trajectories, logps, ref_logps):
             t.record["value"] = trajectory_value(t.turns(), logps, ref_logps).item()
 
 
-def ordered_pairs(trajectories, min_gap):
+def count_ordered_pairs(trajectories, min_gap):
     """Returns (how many trajectory pairs the values order correctly, the number of pairs).
 
-    The trajectories have values, by add_scores. min_gap: see pairs_of in model.py. A tie counts
-    half.
+    The trajectories have values, by add_scores. min_gap: see pairs_in_group in model.py. A tie
+    counts half.
     """
     rated = [t for t in trajectories if {"reward", "value"} <= t.record.keys()]
     value_of = {t.turns(): t.record["value"] for t in rated}
     pairs = [*chain(*trajectory_pairs(rated, min_gap).values())]
     differences = [value_of[pair.chosen] - value_of[pair.rejected] for pair in pairs]
-    return ordered(torch.tensor(differences)).sum().item(), len(pairs)
+    return pair_accuracies(torch.tensor(differences)).sum().item(), len(pairs)
 
 
 def print_ordered_pairs(trajectories, min_gap, trained_on):
     """Prints the count of ordered pairs. trained_on: content hashes of the critic's tasks."""
     unseen = [t for t in trajectories if content_hash(t.record["task"]) not in trained_on]
     for tasks, counted in (("all", trajectories), ("that it was not trained on", unseen)):
-        right, n = ordered_pairs(counted, min_gap)
+        right, n = count_ordered_pairs(counted, min_gap)
         say(f"the critic orders {right:g} of {n} trajectory pairs correctly (tasks: {tasks})")
 
 
@@ -266,7 +267,7 @@ def main(args):
     if RANK:
         return
     add_scores(trajectories, logps, ref_logps)
-    first_row = next(iter(rows_of(args.out or args.score)), {})  # that of a critic has its tasks
+    first_row = next(iter(read_metrics(args.out or args.score)), {})  # a critic's has its tasks
     print_ordered_pairs(trajectories, args.min_gap, first_row.get("tasks", ()))
     for t in trajectories:
         emit(t.record)

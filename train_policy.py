@@ -72,9 +72,9 @@ if __name__ == "__main__":
 import torch
 import torch.nn.functional as F
 
-from model import (Pair, Trajectory, all_batches, backward, by_task, check_finite, clip_gradient,
-                   forward, hold_out, load, load_checkpoint, mean_loss, model_facts,
-                   read_trajectories, save, save_checkpoint, score, trajectory_pairs, turns_in)
+from model import (Pair, Trajectory, all_batches, backward, check_finite, clip_gradient,
+                   comparable_groups, forward, hold_out, load, load_checkpoint, mean_loss,
+                   model_facts, read_trajectories, save, save_checkpoint, score, trajectory_pairs, turns_in)
 
 
 # --- pairs ----------------------------------------------------------------------------------------
@@ -106,7 +106,7 @@ def make_groups(args, trajectories, ref_logps):
     """
     if args.loss == "rft":
         return [(task, [Pair(t.turns()) for t in group if args.all or t.record["reward"] >= 1])
-                for (task, _), group in by_task(trajectories).items()]
+                for task, group in comparable_groups(trajectories)]
     if args.loss == "mtdpo":
         return list(trajectory_pairs(trajectories, args.min_gap).items())
     groups = []

@@ -911,7 +911,7 @@ def test_ordered_pairs_are_those_of_a_plain_loop_also_in_choose_critic(tmp_path,
             "the critic orders {:g} of {} trajectory pairs correctly (tasks: that it was not "
             "trained on)\n".format(*counts[0], *counts[1]))
         written = [choose_critic.as_trajectory(record) for record in records(lines(rs))]
-        assert train_critic.ordered_pairs(written, least) == pytest.approx(counts[0])
+        assert train_critic.count_ordered_pairs(written, least) == pytest.approx(counts[0])
 
 
 def test_critics_are_chosen_by_the_same_pairs_or_not_at_all(tmp_path, capsys):
