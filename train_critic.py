@@ -23,14 +23,21 @@ metrics instead); and a Trainer class: each script has a loop that you can chang
     python train_critic.py --score runs/critic < more.jsonl > scored.jsonl  # never trains
     python train_critic.py --score runs/base --model runs/base --ref_context agent < in.jsonl
 """
-# Parse flags before importing torch, so that --help and flag errors are instant.
-from utils import (RANK, Log, RunDirectory, changed_scripts, check_ranges, fail, from_rank_0,
-                   init_distributed, lr_at, machine_flags, open_stdout, parser, read_metrics,
-                   run, say)
-
 import gc
 import time
 from itertools import chain
+
+import torch
+import torch.nn.functional as F
+
+from colbench import content_hash
+from model import (all_batches, backward, base_digest, check_finite, clip_gradient, forward,
+                   hold_out, load, load_checkpoint, mean_loss, model_facts, pair_accuracies,
+                   read_trajectories, reference_logps, save, save_checkpoint, score,
+                   trajectory_pairs, turns_in)
+from utils import (RANK, Log, RunDirectory, changed_scripts, check_ranges, fail, from_rank_0,
+                   init_distributed, lr_at, machine_flags, open_stdout, parser, read_metrics,
+                   run, say)
 
 
 def get_args(argv=None):
@@ -77,19 +84,6 @@ def flags_of(folder):
     """Returns the flags of a trainer's run, {} for another model's folder."""
     rows = read_metrics(folder)
     return rows[0]["args"] if rows else {}
-
-
-if __name__ == "__main__":
-    ARGS = get_args()
-
-import torch
-import torch.nn.functional as F
-
-from colbench import content_hash
-from model import (all_batches, backward, base_digest, check_finite, clip_gradient, forward,
-                   hold_out, load, load_checkpoint, mean_loss, model_facts,
-                   pair_accuracies, read_trajectories, reference_logps, save, save_checkpoint,
-                   score, trajectory_pairs, turns_in)
 
 
 # --- data -----------------------------------------------------------------------------------------
@@ -274,4 +268,4 @@ def main(args):
 
 
 if __name__ == "__main__":
-    run(main, ARGS)
+    run(main, get_args())

@@ -18,12 +18,18 @@ Left out on purpose: online sampling (instead, sample a second round with the tr
     torchrun --nproc_per_node=8 train_policy.py < scored.jsonl
     python train_policy.py --loss mtdpo --model runs/base --out runs/mtdpo < trajectories.jsonl
 """
-# Parse flags before importing torch, so that --help and flag errors are instant.
-from utils import (RANK, Log, RunDirectory, check_ranges, fail, from_rank_0, init_distributed,
-                   lr_at, machine_flags, parser, rng, run, say)
-
 import time
 from itertools import chain, cycle, product
+
+import torch
+import torch.nn.functional as F
+
+from model import (Pair, Trajectory, all_batches, backward, check_finite, clip_gradient,
+                   comparable_groups, forward, hold_out, load, load_checkpoint, mean_loss,
+                   model_facts, read_trajectories, save, save_checkpoint, score, trajectory_pairs,
+                   turns_in)
+from utils import (RANK, Log, RunDirectory, check_ranges, fail, from_rank_0, init_distributed,
+                   lr_at, machine_flags, parser, rng, run, say)
 
 
 def get_args(argv=None):
@@ -64,17 +70,6 @@ def get_args(argv=None):
         args.epochs = 4 if args.loss in ("mtdpo", "rft") else 1
     check_ranges(args)
     return args
-
-
-if __name__ == "__main__":
-    ARGS = get_args()
-
-import torch
-import torch.nn.functional as F
-
-from model import (Pair, Trajectory, all_batches, backward, check_finite, clip_gradient,
-                   comparable_groups, forward, hold_out, load, load_checkpoint, mean_loss,
-                   model_facts, read_trajectories, save, save_checkpoint, score, trajectory_pairs, turns_in)
 
 
 # --- pairs ----------------------------------------------------------------------------------------
@@ -275,4 +270,4 @@ def main(args):
 
 
 if __name__ == "__main__":
-    run(main, ARGS)
+    run(main, get_args())
