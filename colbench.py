@@ -408,7 +408,7 @@ RECORD = {                 # an episode: its key is (task id, sample)
     "reward_by": str,      # the rules or the model of the grader
     "value": float,        # by which the critic ranks episodes: the sum of advantages (eq. 2)
     "failed": str,         # why there is no episode: the record has only its task, sample and meta
-    "pair": str,           # preferences: only records with the same text are compared
+    "comparison": str,     # preferences: only records with the same text are compared
     "meta": {              # how it was sampled
         "model_weights": str,
         "seed": int,

@@ -191,28 +191,31 @@ class Pair(NamedTuple):
     rejected: tuple = ()  # of the worse one; empty for --loss rft
 
 
-def by_task(trajectories):
-    """Returns {(task id, pair): [Trajectory]} of the complete ones, sorted."""
-    groups = {}  # `pair` keeps converted preference pairs apart; it is None for episodes
+def comparable_groups(trajectories):
+    """Returns [(task id, [Trajectory])] of the complete ones, sorted.
+
+    A group has the trajectories of a task; or, of converted preferences, those of one comparison.
+    """
+    groups = {}
     for t in sorted(trajectories, key=Trajectory.sort_key):
         if t.is_complete():
-            groups.setdefault((t.task, t.record.get("pair")), []).append(t)
-    return groups
+            groups.setdefault((t.task, t.record.get("comparison")), []).append(t)
+    return [(task, group) for (task, _), group in groups.items()]
 
 
 def trajectory_pairs(trajectories, min_gap):
     """Returns {task id: [Pair of its trajectories]} of those tasks that have a pair.
 
-    min_gap: see pairs_of. Both trainers learn from these pairs, and measure accuracy on them.
+    min_gap: see pairs_in_group. Both trainers learn from these pairs, and measure accuracy on them.
     """
-    groups = {}
-    for (task, _), group in by_task(trajectories).items():
-        if pairs := pairs_of(group, min_gap):
-            groups.setdefault(task, []).extend(pairs)
-    return groups
+    pairs_by_task = {}
+    for task, group in comparable_groups(trajectories):
+        if pairs := pairs_in_group(group, min_gap):
+            pairs_by_task.setdefault(task, []).extend(pairs)
+    return pairs_by_task
 
 
-def pairs_of(group, min_gap):
+def pairs_in_group(group, min_gap):
     """Returns [Pair] of trajectories of a task.
 
     min_gap None: the first solved one with every unsolved one; else any two whose rewards differ by
@@ -234,7 +237,7 @@ def hold_out(tasks, share, seed):
     """Shuffles tasks; returns (training tasks, held out), with at least one to train on."""
     tasks = list(tasks)
     rng("held out", seed).shuffle(tasks)
-    n_held = min(math.ceil(share * len(tasks)), len(tasks) - 1)
+    n_held = min(math.ceil(share * len(tasks) - 1e-9), len(tasks) - 1)  # 0.07 of 100 is 7
     return tasks[n_held:], tasks[:n_held]
 
 
@@ -529,7 +532,7 @@ def all_batches(groups, batch_size, epochs, seed):
     return batches
 
 
-def ordered(differences):
+def pair_accuracies(differences):
     """Returns (B,): 1 where the chosen side's value is the larger, else 0, and 1/2 for a tie.
 
     differences: (B,) chosen less rejected values, in which rounding makes a tie's sign arbitrary.
@@ -545,7 +548,7 @@ def mean_loss(beta, losses):
     losses, differences = zip(*losses)
     differences = torch.stack(differences)  # (B,)
     return sum(losses) / len(losses), {
-        "accuracy": ordered(differences).double().mean().item(),
+        "accuracy": pair_accuracies(differences).double().mean().item(),
         "margin": (beta * differences).mean().item()}
 
 

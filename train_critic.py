@@ -23,24 +23,33 @@ metrics instead); and a Trainer class: each script has a loop that you can chang
     python train_critic.py --score runs/critic < more.jsonl > scored.jsonl  # never trains
     python train_critic.py --score runs/base --model runs/base --ref_context agent < in.jsonl
 """
-# Parse flags before importing torch, so that --help and flag errors are instant.
-from utils import (RANK, Log, RunDirectory, changed_scripts, check_ranges, fail, from_rank_0,
-                   init_distributed, lr_at, machine_flags, open_stdout, parser, rows_of, run, say)
-
 import gc
+import json
+import os
 import time
 from itertools import chain
+
+import torch
+import torch.nn.functional as F
+
+from colbench import content_hash
+from model import (all_batches, backward, base_digest, check_finite, clip_gradient, forward,
+                   hold_out, load, load_checkpoint, mean_loss, model_facts, pair_accuracies,
+                   read_trajectories, reference_logps, save, save_checkpoint, score,
+                   trajectory_pairs, turns_in)
+from utils import (RANK, Log, RunDirectory, changed_scripts, check_ranges, fail, from_rank_0,
+                   init_distributed, lr_at, machine_flags, open_stdout, parser, run, say,
+                   writing)
 
 
 def get_args(argv=None):
     p = parser(__doc__, "%(prog)s [flags] < trajectories.jsonl > scored.jsonl")
-    p.add_argument("--model", help="initial model, also the reference pi_ref; default: that of the "
-                   "--score run, or meta-llama/Llama-3.1-8B-Instruct")
-    mode = p.add_mutually_exclusive_group()
-    mode.add_argument("--out", default="runs/critic",
-                      help="train a critic in this directory, or resume its training, then score")
-    mode.add_argument("--score", metavar="DIR",
-                      help="only score, with this model as pi: a trained critic, or any other")
+    p.add_argument("--model", help="initial model, also the reference pi_ref; default: that of "
+                   "the critic in --score; to train, meta-llama/Llama-3.1-8B-Instruct")
+    p.add_argument("--out", default="runs/critic",
+                   help="train a critic in this directory, or resume its training, then score")
+    p.add_argument("--score", metavar="DIR", help="train nothing, only score, with this model as "
+                   "pi: a trained critic, or any other")
     g = p.add_argument_group("pairs")
     g.add_argument("--min_gap", type=float, help="pair any two trajectories whose rewards differ "
                    "by this; default: the first solved one with every unsolved one")
@@ -49,8 +58,8 @@ def get_args(argv=None):
     g.add_argument("--eval_every", type=int, default=100, help="steps between such measurements")
     g = p.add_argument_group("objective and optimization")
     g.add_argument("--ref_context", choices=["hidden", "agent"], help="pi_ref reads the hidden "
-                   "information, too, or only what the agent reads; default: as the --score run, "
-                   "or hidden (eq. 3)")
+                   "information, too, or only what the agent reads; default: as the critic in "
+                   "--score, or hidden (eq. 3)")
     g.add_argument("--beta", type=float, default=0.1, help="scale of the reward margin")
     g.add_argument("--nll_coef", type=float, default=0.01, help="weight of the chosen side's NLL")
     g.add_argument("--lr", type=float, default=2e-7,
@@ -62,40 +71,45 @@ def get_args(argv=None):
     machine_flags(p)
     args = p.parse_args(argv)
     check_ranges(args)
-    run_flags = {"model": "meta-llama/Llama-3.1-8B-Instruct"}
-    if args.score is not None:
-        args.out, run_flags = None, flags_of(args.score)
-    args.model = args.model or run_flags.get("model")
-    args.ref_context = args.ref_context or run_flags.get("ref_context", "hidden")
+    critic = {"model": "meta-llama/Llama-3.1-8B-Instruct"}
+    if args.score:
+        critic = read_critic(args.score)
+    args.model = args.model or critic.get("model")
+    args.ref_context = args.ref_context or critic.get("ref_context", "hidden")
     if not args.model:
-        fail(f"--model is needed, because --score {args.score!r} is not a run that names one")
+        fail(f"--model is needed, because {args.score} is no trained critic, which names its own")
     return args
 
 
-def flags_of(folder):
-    """Returns the flags of a trainer's run, {} for another model's folder."""
-    rows = rows_of(folder)
-    return rows[0]["args"] if rows else {}
+# --- critic.json ----------------------------------------------------------------------------------
+
+def read_critic(folder):
+    """Returns what critic.json says of the critic in a folder; {} if another model is there.
+
+    model, model_weights: pi_ref and the hash of its weights; ref_context: the flag; tasks: the
+    content hashes of those that it was trained on.
+    """
+    path = os.path.join(folder, "critic.json")
+    if not os.path.exists(path):
+        return {}
+    with open(path) as f:
+        return json.load(f)
 
 
-if __name__ == "__main__":
-    ARGS = get_args()
-
-import torch
-import torch.nn.functional as F
-
-from colbench import content_hash
-from model import (all_batches, backward, base_digest, check_finite, clip_gradient, forward,
-                   hold_out, load, load_checkpoint, mean_loss, model_facts, ordered,
-                   read_trajectories, reference_logps, save, save_checkpoint, score,
-                   trajectory_pairs, turns_in)
+def write_critic(args, tasks):
+    """Writes critic.json in --out. tasks: content hashes of those to train on."""
+    if RANK == 0:
+        critic = {"model": args.model, "model_weights": base_digest(args.model),
+                  "ref_context": args.ref_context, "tasks": tasks}
+        with writing(os.path.join(args.out, "critic.json")) as part, open(part, "w") as f:
+            json.dump(critic, f)
 
 
 # --- data -----------------------------------------------------------------------------------------
 
 def read(args):
     """Returns [Trajectory] of stdin. pi reads the hidden information, pi_ref by --ref_context."""
-    needed = ["reward"] if args.out else []
+    needed = [] if args.score else ["reward"]
     return read_trajectories(args, *needed, pi_reads_c=True,
                              ref_reads_c=args.ref_context == "hidden")
 
@@ -108,13 +122,13 @@ def ref_turns(trajectories):
 
 def make_pairs(args, trajectories):
     """Returns ([(task id, [Pair])] to train on, [Pair] held out)."""
-    pairs_of = trajectory_pairs(trajectories, args.min_gap)
-    if not pairs_of:
+    pairs_by_task = trajectory_pairs(trajectories, args.min_gap)
+    if not pairs_by_task:
         fail("no task has a pair of trajectories: sample more per task with collect.py -k, or pair "
              "by --min_gap 0")
-    train_tasks, held_tasks = hold_out(pairs_of, args.held_out, args.seed)
-    held_out = [pair for task in held_tasks for pair in pairs_of[task]]
-    return [(task, pairs_of[task]) for task in train_tasks], held_out
+    train_tasks, held_tasks = hold_out(pairs_by_task, args.held_out, args.seed)
+    held_out = [pair for task in held_tasks for pair in pairs_by_task[task]]
+    return [(task, pairs_by_task[task]) for task in train_tasks], held_out
 
 
 # --- the loss -------------------------------------------------------------------------------------
@@ -156,7 +170,8 @@ def train(args, directory, trajectories, ref_turn_of, device):
     tasks = sorted({content_hash(t.record["task"]) for t in trajectories if t.task in train_tasks})
     n_pairs = sum(len(pairs) for _, pairs in groups)
     say(f"{n_pairs} pairs, {len(batches)} steps")
-    directory.start(steps=len(batches), pairs=n_pairs, held_out_pairs=len(held_out), tasks=tasks)
+    directory.start(steps=len(batches), pairs=n_pairs, held_out_pairs=len(held_out))
+    write_critic(args, tasks)
     model, tokenizer = load(args.model, device, args.dtype, args, train=True)
     ref_logps = reference_logps(model, ref_turn_of, args.tree_tokens)
     optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr, betas=(0.9, 0.95),
@@ -205,12 +220,13 @@ def load_critic(args, folder, ref_turn_of, device):
 
 def check_pi_ref(folder, model):
     """Exits if `folder` has a critic that was trained with other weights than `model` as pi_ref."""
-    if "ref_context" not in flags_of(folder):
+    critic = read_critic(folder)
+    if not critic:
         return  # any other model, which has no pi_ref of its own
     if changed := changed_scripts(folder):
         say(f"warning: the critic in {folder} was trained by another {changed}; to score as then, "
             f"run its own copies (python {folder}/NAME.py)")
-    if base_digest(model) != rows_of(folder)[0]["model_weights"]:
+    if base_digest(model) != critic["model_weights"]:
         fail(f"{model} is not the pi_ref of the critic in {folder}; give that by --model")
 
 
@@ -227,50 +243,50 @@ def add_scores(trajectories, logps, ref_logps):
             t.record["value"] = trajectory_value(t.turns(), logps, ref_logps).item()
 
 
-def ordered_pairs(trajectories, min_gap):
+def count_ordered_pairs(trajectories, min_gap):
     """Returns (how many trajectory pairs the values order correctly, the number of pairs).
 
-    The trajectories have values, by add_scores. min_gap: see pairs_of in model.py. A tie counts
-    half.
+    The trajectories have values, by add_scores. min_gap: see pairs_in_group in model.py. A tie
+    counts half.
     """
     rated = [t for t in trajectories if {"reward", "value"} <= t.record.keys()]
     value_of = {t.turns(): t.record["value"] for t in rated}
     pairs = [*chain(*trajectory_pairs(rated, min_gap).values())]
     differences = [value_of[pair.chosen] - value_of[pair.rejected] for pair in pairs]
-    return ordered(torch.tensor(differences)).sum().item(), len(pairs)
+    return pair_accuracies(torch.tensor(differences)).sum().item(), len(pairs)
 
 
 def print_ordered_pairs(trajectories, min_gap, trained_on):
     """Prints the count of ordered pairs. trained_on: content hashes of the critic's tasks."""
     unseen = [t for t in trajectories if content_hash(t.record["task"]) not in trained_on]
     for tasks, counted in (("all", trajectories), ("that it was not trained on", unseen)):
-        right, n = ordered_pairs(counted, min_gap)
+        right, n = count_ordered_pairs(counted, min_gap)
         say(f"the critic orders {right:g} of {n} trajectory pairs correctly (tasks: {tasks})")
 
 
 def main(args):
     emit, device = open_stdout(), init_distributed()
-    if args.out:
-        directory = RunDirectory(args)
-    else:
+    if args.score:
         check_pi_ref(args.score, args.model)
+    else:
+        directory = RunDirectory(args)
     trajectories = [] if RANK else read(args)  # only rank 0 has them
     ref_turn_of = from_rank_0(lambda: ref_turns(trajectories))
-    if args.out:
+    if not args.score:
         directory.check(trajectories, **model_facts(args, device))
-    if args.out and not directory.finished:
-        model, ref_logps = train(args, directory, trajectories, ref_turn_of, device)
+    if args.score or directory.finished:
+        model, ref_logps = load_critic(args, args.score or args.out, ref_turn_of, device)
     else:
-        model, ref_logps = load_critic(args, args.out or args.score, ref_turn_of, device)
+        model, ref_logps = train(args, directory, trajectories, ref_turn_of, device)
     logps = score(model, list(ref_logps), args.tree_tokens, "advantages")
     if RANK:
         return
     add_scores(trajectories, logps, ref_logps)
-    first_row = next(iter(rows_of(args.out or args.score)), {})  # that of a critic has its tasks
-    print_ordered_pairs(trajectories, args.min_gap, first_row.get("tasks", ()))
+    trained_on = read_critic(args.score or args.out).get("tasks", ())
+    print_ordered_pairs(trajectories, args.min_gap, trained_on)
     for t in trajectories:
         emit(t.record)
 
 
 if __name__ == "__main__":
-    run(main, ARGS)
+    run(main, get_args())

@@ -18,12 +18,18 @@ Left out on purpose: online sampling (instead, sample a second round with the tr
     torchrun --nproc_per_node=8 train_policy.py < scored.jsonl
     python train_policy.py --loss mtdpo --model runs/base --out runs/mtdpo < trajectories.jsonl
 """
-# Parse flags before importing torch, so that --help and flag errors are instant.
-from utils import (RANK, Log, RunDirectory, check_ranges, fail, from_rank_0, init_distributed,
-                   lr_at, machine_flags, parser, rng, run, say)
-
 import time
 from itertools import chain, cycle, product
+
+import torch
+import torch.nn.functional as F
+
+from model import (Pair, Trajectory, all_batches, backward, check_finite, clip_gradient,
+                   comparable_groups, forward, hold_out, load, load_checkpoint, mean_loss,
+                   model_facts, read_trajectories, save, save_checkpoint, score, trajectory_pairs,
+                   turns_in)
+from utils import (RANK, Log, RunDirectory, check_ranges, fail, from_rank_0, init_distributed,
+                   lr_at, machine_flags, parser, rng, run, say)
 
 
 def get_args(argv=None):
@@ -66,17 +72,6 @@ def get_args(argv=None):
     return args
 
 
-if __name__ == "__main__":
-    ARGS = get_args()
-
-import torch
-import torch.nn.functional as F
-
-from model import (Pair, Trajectory, all_batches, backward, by_task, check_finite, clip_gradient,
-                   forward, hold_out, load, load_checkpoint, mean_loss, model_facts,
-                   read_trajectories, save, save_checkpoint, score, trajectory_pairs, turns_in)
-
-
 # --- pairs ----------------------------------------------------------------------------------------
 
 def read(args):
@@ -96,7 +91,7 @@ def make_pairs(args, trajectories, ref_logps):
     train_tasks, held_tasks = map(set, hold_out(tasks, args.held_out, args.seed))
     training = [(task, pairs) for task, pairs in groups if task in train_tasks]
     held_out = [pair for task, pairs in groups if task in held_tasks for pair in pairs]
-    return training, held_out
+    return training, list(dict.fromkeys(held_out))  # --mix repeats pairs
 
 
 def make_groups(args, trajectories, ref_logps):
@@ -106,7 +101,7 @@ def make_groups(args, trajectories, ref_logps):
     """
     if args.loss == "rft":
         return [(task, [Pair(t.turns()) for t in group if args.all or t.record["reward"] >= 1])
-                for (task, _), group in by_task(trajectories).items()]
+                for task, group in comparable_groups(trajectories)]
     if args.loss == "mtdpo":
         return list(trajectory_pairs(trajectories, args.min_gap).items())
     groups = []
@@ -275,4 +270,4 @@ def main(args):
 
 
 if __name__ == "__main__":
-    run(main, ARGS)
+    run(main, get_args())

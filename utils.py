@@ -168,7 +168,7 @@ class RunDirectory:
             fcntl.flock(self.lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         if not set(os.listdir(out)) - {"metrics.jsonl.part"}:
             return [], 0  # new, or killed before its first row
-        rows = rows_of(out)
+        rows = read_metrics(out)
         if not rows:
             fail(f"--out {out} exists and is not a run: choose another")
         names = glob.glob("checkpoint-*", root_dir=out)
@@ -208,7 +208,8 @@ class RunDirectory:
         for name in glob.glob("*.py", root_dir=HERE):
             copy = os.path.join(self.out, name)
             if not os.path.exists(copy):  # keep those of the first start
-                shutil.copy(os.path.join(HERE, name), copy)
+                with writing(copy) as part:
+                    shutil.copy(os.path.join(HERE, name), part)
 
     def append(self, row):
         """Appends a row to metrics.jsonl."""
@@ -224,7 +225,7 @@ def changed_scripts(out):
     return ", ".join(sorted(changed))
 
 
-def rows_of(out):
+def read_metrics(out):
     """Returns the rows of a run's metrics.jsonl, [] if there is none."""
     path = os.path.join(out, "metrics.jsonl")
     if not os.path.exists(path):

@@ -150,9 +150,10 @@ def test_a_round_trip_through_a_table_changes_no_record():
             tests = {f"test{n}": f"f({n})" for n in r.sample(range(9), r.randrange(1, 4))}
             row = {"task": {**DOUBLE, "id": i, "test_cases": tests}, "sample": i,
                    "tests": dict.fromkeys(tests, "pass"), "answer": "a", "reward": 1.0,
-                   "meta": {"seed": 1, "model_weights": "a"}, "failure": "no", "pair": "p"}
+                   "meta": {"seed": 1, "model_weights": "a"}, "failure": "no",
+                   "comparison": "p"}
             row["task"] |= {"hidden_information": "h", "agent_prompt": "a", "kind": "backend"}
-            for part, keys in ((row, ["answer", "reward", "meta", "failure", "pair"]),
+            for part, keys in ((row, ["answer", "reward", "meta", "failure", "comparison"]),
                                (row["task"], ["hidden_information", "agent_prompt", "kind"])):
                 for key in r.sample(keys, 2):
                     del part[key]

@@ -79,8 +79,8 @@ def test_every_form_becomes_two_records_whose_ids_come_from_the_content():
         pair, sides = converted(line), [before + CHOSEN, before + REJECTED]
         assert [r["dialogue_history"] for r in pair] == sides, form
         assert [r["reward"] for r in pair] == [1, 0]
-        assert pair[0]["task"] == pair[1]["task"] and pair[0]["pair"] == pair[1]["pair"]
-        keys = [(key_of(r), r["pair"]) for r in pair]
+        assert pair[0]["task"] == pair[1]["task"] and pair[0]["comparison"] == pair[1]["comparison"]
+        keys = [(key_of(r), r["comparison"]) for r in pair]
         assert ids.setdefault(bool(before), keys) == keys != ids.get(not before), form
     assert len(convert([line for line, _ in FORMS.values()])) == 4  # the others are the same
 
@@ -169,7 +169,7 @@ def test_a_line_becomes_two_dialogues(name):
     chosen, rejected = converted(line, "--thinking", 1)
     assert [chosen["dialogue_history"], rejected["dialogue_history"]] == sides
     assert (chosen["reward"], rejected["reward"]) == (1, 0)
-    assert chosen["task"] == rejected["task"] and chosen["pair"] == rejected["pair"]
+    assert chosen["task"] == rejected["task"] and chosen["comparison"] == rejected["comparison"]
     assert chosen["meta"] == rejected["meta"] == {"thinking": 1}
 
 
@@ -194,7 +194,7 @@ def test_chats_become_demonstrations(tiny_dir):
                                 SHARE("gpt", "The Elbe.")]}]
     given = convert(chats)
     want = [CHOSEN, REJECTED, [SYSTEM, *CHOSEN]]
-    assert [r["dialogue_history"] for r in given] == want and "pair" not in given[0]
+    assert [r["dialogue_history"] for r in given] == want and "comparison" not in given[0]
     assert [r["reward"] for r in given] == [1, 1, 1]
     assert len({key_of(r) for r in given}) == 3 and len({key_of(r)[0] for r in given}) == 2
     tokenizer = M.find_model(tiny_dir)[1]

@@ -69,7 +69,7 @@ def all_commands():
 
 
 def test_commands_parse(monkeypatch):
-    monkeypatch.setattr(train_critic, "flags_of", lambda folder: {"model": "m"})
+    monkeypatch.setattr(train_critic, "read_critic", lambda folder: {"model": "m"})
     for name, argv in all_commands():
         print(name, argv)  # of which pytest shows the last one if that fails
         import_module(name).get_args(argv)

@@ -327,6 +327,18 @@ def test_nothing_is_learned_of_held_out_tasks(trainer, flags, ranked, tiny_dir):
         assert len(train) == tasks - n and len(measured) == n and not train & measured
 
 
+def test_the_share_that_is_held_out_is_exact_and_mixed_pairs_are_measured_once(ranked, tiny_dir):
+    for n in range(1, 101):
+        for percent in range(101):
+            train, held = M.hold_out(range(n), percent / 100, 0)
+            assert len(held) == min(-(-percent * n // 100), n - 1)
+            assert sorted(train + held) == [*range(n)]
+    flags = ["--model", tiny_dir, "--held_out", 0.5]
+    plain, mixed = (Counter(read_by(ranked, train_policy, *flags, "--mix", mix)[1])
+                    for mix in (0, 9))
+    assert {*mixed.values()} == {1} and mixed.keys() > plain.keys()
+
+
 @pytest.mark.parametrize("trainer", [train_critic, train_policy])
 def test_the_same_episode_is_not_trained_on_twice(trainer, ranked, tiny_dir):
     """Two are the same if their task, sample, settings and texts are; its scores may differ."""
@@ -759,13 +771,12 @@ def test_an_edited_script_neither_resumes_nor_scores_in_silence(killed, whole, c
     same_bits(whole("critic"), out, own.stdout)
 
 
-def test_any_two_models_score_and_a_runs_first_row_gives_what_is_not_said(whole, data, tiny_dir,
-                                                                         tmp_path):
+def test_any_two_models_score_and_critic_json_gives_what_is_not_said(whole, data, tiny_dir, tmp_path):
     """The oracle: separate forwards of the two models. Only a critic has a pi_ref of its own."""
     (dpo, _), (critic, _) = whole("dpo"), whole("critic")
     given, tokenizer = records(data)[:3], M.find_model(tiny_dir)[1]
     for flags, folder, ref, ref_reads_c in (
-            ([dpo], dpo, tiny_dir, True), ([critic], critic, tiny_dir, True),
+            ([dpo, "--model", tiny_dir], dpo, tiny_dir, True), ([critic], critic, tiny_dir, True),
             ([tiny_dir, "--model", dpo, "--ref_context", "hidden"], tiny_dir, dpo, True),
             ([dpo, "--model", dpo, "--ref_context", "agent"], dpo, dpo, False),
             ([critic, "--ref_context", "agent"], critic, tiny_dir, False)):
@@ -780,6 +791,7 @@ def test_any_two_models_score_and_a_runs_first_row_gives_what_is_not_said(whole,
                     assert action["advantage"] == pytest.approx(want.mean().item(), abs=1e-4)
     complaint(script("train_critic.py", "--score", critic, "--model", dpo, stdin=given),
               f"{dpo} is not the pi_ref of the critic in {critic}")
+    complaint(script("train_critic.py", "--score", dpo, stdin=given), f"--model is needed, because {dpo} is")
 
 
 def test_a_run_whose_last_save_fails_goes_on(killed, whole, command, data, tmp_path):
@@ -899,7 +911,7 @@ def test_ordered_pairs_are_those_of_a_plain_loop_also_in_choose_critic(tmp_path,
             "the critic orders {:g} of {} trajectory pairs correctly (tasks: that it was not "
             "trained on)\n".format(*counts[0], *counts[1]))
         written = [choose_critic.as_trajectory(record) for record in records(lines(rs))]
-        assert train_critic.ordered_pairs(written, least) == pytest.approx(counts[0])
+        assert train_critic.count_ordered_pairs(written, least) == pytest.approx(counts[0])
 
 
 def test_critics_are_chosen_by_the_same_pairs_or_not_at_all(tmp_path, capsys):

@@ -3,6 +3,7 @@
 FULL=1 KILLS=100 python -m pytest -q tests/test_utils_faults.py kills every stage 100 times;
 FAULT_SEED=1 kills at other moments.
 """
+import argparse
 import errno
 import json
 import math
@@ -167,6 +168,29 @@ def test_writing_leaves_all_or_nothing(tmp_path):
                 make(Path(part))
                 raise OSError(errno.ENOSPC, "No space left")
         assert not os.path.exists(path) or name in os.listdir(tmp_path)
+
+
+def test_the_copy_of_a_script_is_whole_or_not_there(tmp_path, monkeypatch):
+    """It is written while training begins, when a kill or a full disk may come."""
+    def fail_in_the_middle(source, copy):
+        Path(copy).write_text(Path(source).read_text()[:99])
+        raise OSError(errno.ENOSPC, "No space left")
+
+    args = argparse.Namespace(out=str(tmp_path))
+    directory = utils.RunDirectory(args)
+    directory.check([])
+    with monkeypatch.context() as m, pytest.raises(OSError):
+        m.setattr(shutil, "copy", fail_in_the_middle)
+        directory.start()
+    assert not [*tmp_path.glob("*.py")]
+    os.close(directory.lock)
+    directory = utils.RunDirectory(args)
+    directory.check([])
+    directory.start()
+    os.close(directory.lock)
+    kept, whole = ({path.name: path.read_text() for path in Path(folder).glob("*.py*")}
+                   for folder in (tmp_path, ROOT))
+    assert kept == whole
 
 
 @pytest.fixture

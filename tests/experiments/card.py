@@ -13,7 +13,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from colbench import HIDDEN, hidden_information, read_records, task_id, task_kind  # noqa: E402
 from model import STRFTIME_NOW, TODAY, find_model, turn_actions  # noqa: E402
-from utils import digest, parser, rows_of, run, writing  # noqa: E402
+from utils import digest, parser, read_metrics, run, writing  # noqa: E402
 
 CARD = """\
 ---
@@ -58,7 +58,7 @@ def example_dialogue(records):
 
 
 def main(args):
-    rows = rows_of(args.run)
+    rows = read_metrics(args.run)
     start = [row for row in rows if "args" in row][-1]
     last = [row for row in rows if "step" in row][-1]
     base = start["args"]["model"]

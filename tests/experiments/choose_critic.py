@@ -15,7 +15,7 @@ from pathlib import Path
 sys.path[:0] = map(str, [Path(__file__).resolve().parents[2], Path(__file__).resolve().parent])
 from colbench import agent_messages, message_texts, read_records, task_id  # noqa: E402
 from model import Action, Trajectory, Turn  # noqa: E402
-from train_critic import ordered_pairs  # noqa: E402
+from train_critic import count_ordered_pairs  # noqa: E402
 from utils import fail, fail_on_error, parser, run, say  # noqa: E402
 
 
@@ -49,7 +49,7 @@ def main(args):
         if contents[name] != contents[args.files[0]]:
             fail(f"{args.files[0]} and {name} do not belong together: let both critics score the "
                  "same records, with the same --max_length")
-        ordered[name], n = ordered_pairs([*map(as_trajectory, records)], args.min_gap)
+        ordered[name], n = count_ordered_pairs([*map(as_trajectory, records)], args.min_gap)
         if not n:
             fail(f"{name} has no trajectory pairs with values, as train_critic.py adds them")
         say(f"{name} orders {ordered[name]:g} of {n} trajectory pairs correctly")

@@ -29,7 +29,7 @@ import torch  # noqa: E402
 from choose_critic import as_trajectory  # noqa: E402
 from colbench import read_action, read_records  # noqa: E402
 from model import Action, Turn, packed, turn_actions  # noqa: E402
-from train_critic import ordered_pairs  # noqa: E402
+from train_critic import count_ordered_pairs  # noqa: E402
 from train_policy import candidate_pairs  # noqa: E402
 from utils import fail, open_stdout, parser, run, say  # noqa: E402
 
@@ -175,7 +175,7 @@ def main(args):
     rows = {number: numbers_of(by_turn[number]) for number in sorted(by_turn)}
     rows["all"] = numbers_of([*chain(*by_turn.values())])
     print_table(rows)
-    right, n = ordered_pairs([*map(as_trajectory, records)], args.min_gap)
+    right, n = count_ordered_pairs([*map(as_trajectory, records)], args.min_gap)
     if n:
         say(f"{100 * right / n:.1f} % of {n} trajectory pairs are ordered correctly by the sum of "
             "their advantages")

@@ -24,7 +24,7 @@ import numpy as np
 from matplotlib.figure import Figure
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-from utils import fail, parser, rows_of, run  # noqa: E402
+from utils import fail, parser, read_metrics, run  # noqa: E402
 
 CELL = r"(\d+(?:\.\d+)?)(?: \[(\d+(?:\.\d+)?), (\d+(?:\.\d+)?)\])?"
 BOTH_SIDES = "change of log-prob (dashed: rejected)"  # the title of their plot
@@ -42,7 +42,7 @@ def get_args(argv=None):
 
 def metrics_figure(outs):
     """Returns a figure of all metrics over the steps; each run has a color."""
-    runs = {out: [row for row in rows_of(out) if "step" in row] for out in outs}
+    runs = {out: [row for row in read_metrics(out) if "step" in row] for out in outs}
     names_of = {}  # {title of a plot: [metric]}
     for name in sorted({name for rows in runs.values() for row in rows for name in row} - {"step"}):
         title = BOTH_SIDES if name in ("chosen_change", "rejected_change") else name

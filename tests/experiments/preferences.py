@@ -8,8 +8,8 @@
 
 A pair becomes two trajectories, the chosen side with reward 1 and the rejected side with reward 0,
 and a chat becomes one with reward 1. A task is what was said before the assistant's first message,
-so that --held_out holds out all pairs of a prompt; the field `pair` keeps them apart. Ids are
-hashes of the content, so that converted files can be joined. The same pair again is dropped.
+so that --held_out holds out all pairs of a prompt; the field `comparison` keeps them apart. Ids
+are hashes of the content, so that converted files can be joined. The same pair again is dropped.
 
 FORMATS lists the columns of each format. `system` becomes the first message, and `history`, a list
 of [question, answer], what follows it. If the prompt ends with the beginning of an answer, the
@@ -128,8 +128,8 @@ def records(row, args):
     task = {"id": f'"{words}" {digest(json.dumps(opening))}', "problem_description": "",
             "ground_truth": ""}
     content = json.dumps([sides, thinking])
-    pair = {"pair": digest(content)} if len(sides) == 2 else {}
-    return [{"task": task, "sample": int(digest(f"{reward} {content}")[:13], 16), **pair,
+    comparison = {"comparison": digest(content)} if len(sides) == 2 else {}
+    return [{"task": task, "sample": int(digest(f"{reward} {content}")[:13], 16), **comparison,
              "dialogue_history": dialogue, "reward": reward, "meta": {"thinking": thinking}}
             for dialogue, reward in zip(sides, (1.0, 0.0))]
 

@@ -19,7 +19,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from model import all_batches, common_prefix, find_model, load  # noqa: E402
-from utils import changed_scripts, data_hash, fail, rows_of, run, say  # noqa: E402
+from utils import changed_scripts, data_hash, fail, read_metrics, run, say  # noqa: E402
 
 TRAINERS = "train_policy.py", "train_critic.py"
 COLOURS = {"chosen": "\033[32m", "rejected": "\033[31m"}
@@ -64,7 +64,7 @@ def groups_of(trainer, args, trajectories):
 
 def pairs_of_step(out, step):
     """Returns (the flags of the run in `out`, the pairs of one of its steps)."""
-    *_, start = {"steps": 0}, *(row for row in rows_of(out) if "args" in row)
+    *_, start = {"steps": 0}, *(row for row in read_metrics(out) if "args" in row)
     if not 0 <= step < start["steps"]:
         fail(f"no step {step}: the run in {out} has {start['steps']}, counted from 0")
     trainer = import_module(os.path.basename(start["argv"][0]).removesuffix(".py"))
