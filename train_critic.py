@@ -24,8 +24,6 @@ metrics instead); and a Trainer class: each script has a loop that you can chang
     python train_critic.py --score runs/base --model runs/base --ref_context agent < in.jsonl
 """
 import gc
-import json
-import os
 import time
 from itertools import chain
 
@@ -38,8 +36,8 @@ from model import (all_batches, backward, base_digest, check_finite, clip_gradie
                    read_trajectories, reference_logps, save, save_checkpoint, score,
                    trajectory_pairs, turns_in)
 from utils import (RANK, Log, RunDirectory, changed_scripts, check_ranges, fail, from_rank_0,
-                   init_distributed, lr_at, machine_flags, open_stdout, parser, run, say,
-                   writing)
+                   init_distributed, lr_at, machine_flags, open_stdout, parser, read_metrics, run,
+                   say)
 
 
 def get_args(argv=None):
@@ -81,28 +79,14 @@ def get_args(argv=None):
     return args
 
 
-# --- critic.json ----------------------------------------------------------------------------------
-
 def read_critic(folder):
-    """Returns what critic.json says of the critic in a folder; {} if another model is there.
+    """Returns the flags and facts of the critic in a folder, {} if another model is there.
 
-    model, model_weights: pi_ref and the hash of its weights; ref_context: the flag; tasks: the
-    content hashes of those that it was trained on.
+    Among them: model, its pi_ref; ref_context; and tasks, the content hashes of those that it was
+    trained on.
     """
-    path = os.path.join(folder, "critic.json")
-    if not os.path.exists(path):
-        return {}
-    with open(path) as f:
-        return json.load(f)
-
-
-def write_critic(args, tasks):
-    """Writes critic.json in --out. tasks: content hashes of those to train on."""
-    if RANK == 0:
-        critic = {"model": args.model, "model_weights": base_digest(args.model),
-                  "ref_context": args.ref_context, "tasks": tasks}
-        with writing(os.path.join(args.out, "critic.json")) as part, open(part, "w") as f:
-            json.dump(critic, f)
+    row, *_ = read_metrics(folder) or [{}]
+    return {**row["args"], **row} if "tasks" in row else {}
 
 
 # --- data -----------------------------------------------------------------------------------------
@@ -170,8 +154,7 @@ def train(args, directory, trajectories, ref_turn_of, device):
     tasks = sorted({content_hash(t.record["task"]) for t in trajectories if t.task in train_tasks})
     n_pairs = sum(len(pairs) for _, pairs in groups)
     say(f"{n_pairs} pairs, {len(batches)} steps")
-    directory.start(steps=len(batches), pairs=n_pairs, held_out_pairs=len(held_out))
-    write_critic(args, tasks)
+    directory.start(steps=len(batches), pairs=n_pairs, held_out_pairs=len(held_out), tasks=tasks)
     model, tokenizer = load(args.model, device, args.dtype, args, train=True)
     ref_logps = reference_logps(model, ref_turn_of, args.tree_tokens)
     optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr, betas=(0.9, 0.95),

@@ -771,7 +771,8 @@ def test_an_edited_script_neither_resumes_nor_scores_in_silence(killed, whole, c
     same_bits(whole("critic"), out, own.stdout)
 
 
-def test_any_two_models_score_and_critic_json_gives_what_is_not_said(whole, data, tiny_dir, tmp_path):
+def test_any_two_models_score_and_a_critics_run_gives_what_is_not_said(whole, data, tiny_dir,
+                                                                        tmp_path):
     """The oracle: separate forwards of the two models. Only a critic has a pi_ref of its own."""
     (dpo, _), (critic, _) = whole("dpo"), whole("critic")
     given, tokenizer = records(data)[:3], M.find_model(tiny_dir)[1]
@@ -791,7 +792,8 @@ def test_any_two_models_score_and_critic_json_gives_what_is_not_said(whole, data
                     assert action["advantage"] == pytest.approx(want.mean().item(), abs=1e-4)
     complaint(script("train_critic.py", "--score", critic, "--model", dpo, stdin=given),
               f"{dpo} is not the pi_ref of the critic in {critic}")
-    complaint(script("train_critic.py", "--score", dpo, stdin=given), f"--model is needed, because {dpo} is")
+    complaint(script("train_critic.py", "--score", dpo, stdin=given),
+              f"--model is needed, because {dpo} is")
 
 
 def test_a_run_whose_last_save_fails_goes_on(killed, whole, command, data, tmp_path):
