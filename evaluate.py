@@ -13,7 +13,8 @@
     pass^k        probability that k episodes of a task all succeed: C(solved, k) / C(episodes, k);
                   for k = 2, 4 and 8, if every task has k episodes
     distinct      number of different dialogues: greedy agents and caches repeat themselves
-    failed        number of episodes that have no dialogue; they count in no other number
+    failed        number of failed episodes of which no other try (--resume) in their file was
+                  successful; they count in no other number
     wins          share of tasks where a system's reward is above the first one's; ties count half
 
 A new share is one line in `metrics` of an Environment (colbench.py), another number one in COUNTS.
@@ -98,7 +99,7 @@ class System(NamedTuple):
 class Outcome(NamedTuple):
     """What is kept of an episode's record."""
     task: str       # its id
-    key: tuple      # (task, sample, run): a failed episode and a later try share it
+    key: tuple      # (file, seed, task, sample): a failed episode and a later try share it
     settings: dict  # {name: value}
     metrics: dict   # {metric: value}; None if the episode failed
     dialogue: str   # a hash of its texts
@@ -152,10 +153,8 @@ def read_file(path, seen):
 def read_episode(file, record):
     """Returns the Outcome of a record. The kind of task and the grader are settings, too."""
     task = record["task"]
-    meta = settings(record.get("meta", {}))
-    its_run = str({"seed": file, **meta})  # a file without seeds is a run of its own
-    key = task_id(task), record.get("sample"), its_run
-    made_with = {"environment": task_kind(task), **meta}
+    made_with = {"environment": task_kind(task), **settings(record.get("meta", {}))}
+    key = file, made_with.get("seed"), task_id(task), record.get("sample")
     if "reward_by" in record:
         made_with["reward_by"] = record["reward_by"]
     metrics = dialogue = None
