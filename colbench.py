@@ -451,7 +451,7 @@ def content_hash(task):
 
 # Flags of collect.py and fields of `meta` in which two files of one system may differ: counts,
 # paths, speed, rounding and versions
-NO_SETTINGS = """k candidates_meta resume concurrency engine dtype max_batch_tokens timeout retries
+MAY_DIFFER = """k candidates_meta resume concurrency engine dtype max_batch_tokens timeout retries
 model_weights version""".split()
 
 
@@ -461,7 +461,7 @@ def settings(meta):
     A model is known by its weights.
     """
     model = {"model": meta["model_weights"]} if meta.get("model_weights") else {}
-    return {name: x for name, x in {**meta, **model}.items() if name not in NO_SETTINGS}
+    return {name: x for name, x in {**meta, **model}.items() if name not in MAY_DIFFER}
 
 
 def read_records(stream, *fields, source="stdin", seen=None, with_failed=False):
@@ -560,15 +560,14 @@ class Seen:
             differ = [x for x in sorted(first | content) if first.get(x) != content.get(x)]
             raise ValueError(f"the task {name} differs from the one in {line} in "
                              f"{', '.join(differ)}: give one of them another id")
-        if not record.get("dialogue_history") or "sample" not in record:
-            return
+        if "dialogue_history" not in record or "sample" not in record:
+            return  # scripted demonstrations may be equal
         episode = [name, record["sample"], settings(record.get("meta", {})),
                    message_texts(record["dialogue_history"])]
-        key = digest(json.dumps(episode, sort_keys=True))
-        if key in self.episodes:
-            raise ValueError(f"sample {record['sample']} of the task {name} is also in "
-                             f"{self.episodes[key]}: give each file and each line only once")
-        self.episodes[key] = place
+        line = self.episodes.setdefault(digest(json.dumps(episode, sort_keys=True)), place)
+        if line != place:
+            raise ValueError(f"sample {record['sample']} of the task {name} is also in {line}: "
+                             "give each file and each line only once")
 
 
 # --- grading many records -------------------------------------------------------------------------

@@ -338,7 +338,7 @@ def test_each_flag_but_those_of_speed_and_paths_is_a_setting(resume, tmp_path):
     (tmp_path / "all.jsonl").touch()
     resume(tmp_path / "all.jsonl")
     meta = resume.meta
-    flags = vars(collect.get_args(["--human", "fixed:x"])).keys() - {*colbench.NO_SETTINGS}
+    flags = vars(collect.get_args(["--human", "fixed:x"])).keys() - {*colbench.MAY_DIFFER}
     assert colbench.settings(meta).keys() == flags | {"prompts"}
     assert not {*evaluate.SYSTEM} - flags - {"agent_model"}
 
