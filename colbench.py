@@ -557,17 +557,17 @@ class Seen:
         name, content = task_id(record["task"]), task_content(record["task"])
         first, line = self.tasks.setdefault(name, (content, place))
         if content != first:
-            differ = [x for x in sorted(first | content) if first.get(x) != content.get(x)]
-            raise ValueError(f"the task {name} differs from the one in {line} in "
-                             f"{', '.join(differ)}: give one of them another id")
+            raise ValueError(f"the task {name} differs from the one in {line}: give one of them "
+                             "another id")
         if "dialogue_history" not in record or "sample" not in record:
             return  # scripted demonstrations may be equal
         episode = [name, record["sample"], settings(record.get("meta", {})),
                    message_texts(record["dialogue_history"])]
-        line = self.episodes.setdefault(digest(json.dumps(episode, sort_keys=True)), place)
-        if line != place:
-            raise ValueError(f"sample {record['sample']} of the task {name} is also in {line}: "
-                             "give each file and each line only once")
+        key = digest(json.dumps(episode, sort_keys=True))
+        if key in self.episodes:
+            raise ValueError(f"sample {record['sample']} of the task {name} is also in "
+                             f"{self.episodes[key]}: give each file and each line only once")
+        self.episodes[key] = place
 
 
 # --- grading many records -------------------------------------------------------------------------
@@ -684,28 +684,28 @@ class Grader:
         return self.grade(task, task["ground_truth"])
 
     def results(self, text, tests, time_factor=1):
-        """Returns a result per test, see ForkServer.run. time_factor multiplies the time limits."""
+        """Returns a result per test (see ForkServer.run_child). time_factor: of the limits."""
         results, seconds_left = [], LIMITS["answer"] * time_factor
         with_packages = any(word in source for word in PACKAGES for source in (text, *tests))
         servers = self.idle.get()
         try:
             while len(results) < len(tests) and seconds_left > 0:  # rerun if a child ends early
                 request = {"text": text, "tests": tests[len(results):], "official": self.official}
-                new, seconds = self.run(servers, with_packages, request,
-                                        LIMITS["test"] * time_factor, seconds_left)
+                new, seconds = self.run_child(servers, with_packages, request,
+                                              LIMITS["test"] * time_factor, seconds_left)
                 seconds_left -= seconds
                 results += new
         finally:
             self.idle.put(servers)
         return results + ["timeout"] * (len(tests) - len(results))
 
-    def run(self, servers, with_packages, *request):
-        """Returns ForkServer.run(*request) of a worker's server, which is started if necessary."""
+    def run_child(self, servers, with_packages, *request):
+        """Returns what a worker's ForkServer returns, which is started if necessary."""
         for last_try in (False, True):
             try:
                 if with_packages not in servers:
                     servers[with_packages] = ForkServer(with_packages)
-                return servers[with_packages].run(*request)
+                return servers[with_packages].run_child(*request)
             except OSError as e:  # start another server, but only once
                 if with_packages in servers:
                     servers.pop(with_packages).stop()
@@ -815,7 +815,7 @@ class ForkServer:
         self.process.wait()
         self.control.close()
 
-    def run(self, request, per_test, total):
+    def run_child(self, request, per_test, total):
         """Runs one child. Returns (results, seconds used); raises OSError if the server fails.
 
         Results are bytes. If the child ends early, the last one is a str with the reason. per_test,
@@ -929,7 +929,7 @@ def serve(with_packages):
         while fds := socket.recv_fds(control, 1, 1)[1]:
             pid = os.fork()
             if pid == 0:
-                run_child(fds[0])
+                child_main(fds[0])
             os.close(fds[0])
             control.recv(1)
             os.kill(pid, signal.SIGKILL)
@@ -988,7 +988,7 @@ def confine():
 
 # --- backend: a child runs an answer and its tests ------------------------------------------------
 
-def run_child(result_fd):
+def child_main(result_fd):
     """Confines this child, reports that or why it can't, runs one request, and exits."""
     try:
         try:
@@ -1275,7 +1275,7 @@ class Browser:
         self.driver = self.tab = None
         self.page = self.sheet = None  # HTML and CSS that the tab may load
 
-    def run(self, coroutine, seconds):
+    def wait_for(self, coroutine, seconds):
         return self.loop.run_until_complete(asyncio.wait_for(coroutine, seconds))
 
     async def start(self):
@@ -1296,19 +1296,19 @@ class Browser:
         driver, self.driver, self.tab = self.driver, None, None
         if driver:
             with contextlib.suppress(Exception):
-                self.run(driver.stop(), 5)
+                self.wait_for(driver.stop(), 5)
 
     def render(self, page, sheet):
         """See Renderer.render. page: bytes, sheet: CSS. Raises GraderError without a browser."""
         for last_try in (False, True):
             try:
                 if not self.tab:
-                    self.run(self.start(), 30)
+                    self.wait_for(self.start(), 30)
             except Exception as e:
                 self.stop()
                 raise GraderError(f"{self.path} does not start: {e!r}") from e
             try:
-                return self.run(self.screenshot(page, sheet), PAGE_LIMITS["seconds"])
+                return self.wait_for(self.screenshot(page, sheet), PAGE_LIMITS["seconds"])
             except TimeoutError as e:
                 self.stop()
                 raise RenderError(f"the page took more than {PAGE_LIMITS['seconds']} s") from e
@@ -1444,12 +1444,11 @@ def get_args(argv=None):
     p.add_argument("command", choices=["grade", "check"], help="grade: add the reward to records; "
                    "check: drop tasks whose own reference does not get reward 1 in every run")
     p.add_argument("--rules", choices=["honest", "official"], default="honest",
-                   help="official: verdicts of the released scorer [%(default)s]")
+                   help="official: verdicts of the released scorer")
     p.add_argument("--workers", type=int, default=min(cpus(), 64),
-                   help="number of answers or pages graded in parallel [%(default)s]")
+                   help="number of answers or pages graded in parallel")
     p.add_argument("--clip", default="openai/clip-vit-base-patch32", metavar="MODEL",
-                   help="CLIP model for the likeness of pages: a directory or a hub name "
-                   "[%(default)s]")
+                   help="CLIP model for the likeness of pages: a directory or a hub name")
     return p.parse_args(argv)
 
 

@@ -530,7 +530,7 @@ def test_a_busy_machine_takes_nothing_from_a_right_answer(monkeypatch):
 def test_a_tenth_of_the_time_asleep_is_charged():
     request = {"text": SLEEP.format(.6), "tests": ["f(None)"], "official": False}
     server = colbench.ForkServer(with_packages=False)
-    results, seconds = server.run(request, 9, 9)
+    results, seconds = server.run_child(request, 9, 9)
     server.stop()
     assert results == [b"none"] and .05 <= seconds < .5
 
@@ -606,7 +606,7 @@ def test_a_child_dies_with_its_server():
     server = colbench.ForkServer(with_packages=False)
     request = {"text": SLEEP.format(30), "tests": ["f(1)"], "official": False}
     with ThreadPoolExecutor(1) as pool:
-        run = pool.submit(server.run, request, 99, 99)
+        run = pool.submit(server.run_child, request, 99, 99)
         until(lambda: descendants(server.process.pid))
         (child,) = descendants(server.process.pid)
         until(lambda: "Seccomp:\t2" in Path(f"/proc/{child}/status").read_text())

@@ -358,8 +358,7 @@ def test_a_task_that_was_edited_under_its_id_is_an_error(resume, episodes, tmp_p
     assert done(first) == {key_of(first), key_of(second)}
     for field in ("problem_description", "ground_truth", "hidden_information", "test_cases", "own"):
         task = {**first["task"], field: {"test1": "f(0)"} if field == "test_cases" else "another"}
-        why = (f"{file}, line 2: the task {task['id']} differs from the one in stdin, line 2 in "
-               f"{field}: give one")
+        why = f"{file}, line 2: the task {task['id']} differs from the one in stdin, line 2: give"
         with pytest.raises(SystemExit, match=why):
             done({"task": task})
 

@@ -309,6 +309,8 @@ def test_an_episode_counts_once_and_a_file_holds_one_system(run):
             else:
                 (found,), _ = run(*args, stdin=stdin, one=first, two=second)
                 assert (found["episodes"], found["distinct"]) == (4, 1)
+        with pytest.raises(SystemExit, match=f"error: .*{again}"):
+            run("s=one.jsonl,one.jsonl", one=first)
 
 
 def test_a_failed_episode_is_one_that_its_file_does_not_repeat(run):
@@ -339,7 +341,7 @@ def test_two_tasks_of_one_id_are_not_compared(run):
     for field, value in ("ground_truth", "another"), ("test_cases", {"x": "f(1)"}):
         two[1]["task"] = {**one[0]["task"], field: value}
         with pytest.raises(SystemExit, match="two.jsonl, line 2: the task a differs from the one "
-                                             f"in one.jsonl, line 1 in {field}: give one"):
+                                             "in one.jsonl, line 1: give one"):
             run("one.jsonl", "two.jsonl", one=one, two=two)
 
 
