@@ -219,10 +219,10 @@ class Episode:
 
     def reply(self, text):
         """Adds the human's reply, truncated to the limit of the task's kind, which may end it."""
-        kind = environment(self.task)
+        env = environment(self.task)
         text = text.encode(errors="replace").decode()  # tokenizers reject lone surrogates
-        self.history.append({"role": "user", "content": text[:kind.reply_chars]})
-        self.ended = kind.ends(self.history)
+        self.history.append({"role": "user", "content": text[:env.reply_chars]})
+        self.ended = env.ends(self.history)
 
     def abandon(self):
         """Ends the episode without an answer, and drops the reply that the agent can't answer."""
@@ -511,15 +511,15 @@ def check_record(record, fields):
             raise ValueError(f"this record has no {name!r}")
 
 
-KINDS = {str: "text", bool: "true or false", int: "an integer", float: "a number", list: "a list",
-         dict: "an object"}
+TYPE_NAMES = {str: "text", bool: "true or false", int: "an integer", float: "a number",
+              list: "a list", dict: "an object"}
 
 
 def check_shape(value, shape, path=""):
     """Raises ValueError if a value does not have the shape; drops known keys that are null."""
-    kind = shape if isinstance(shape, type) else type(shape)
-    if not isinstance(value, (int, float) if kind is float else kind):
-        raise ValueError(f"{path} is not {KINDS[kind]}")
+    wanted = shape if isinstance(shape, type) else type(shape)
+    if not isinstance(value, (int, float) if wanted is float else wanted):
+        raise ValueError(f"{path} is not {TYPE_NAMES[wanted]}")
     if isinstance(shape, list):
         for i, item in enumerate(value):
             check_shape(item, shape[0], f"{path}[{i}]")
@@ -575,20 +575,20 @@ class Seen:
 def grade_records(records, args, references=False):
     """Yields (record, the fields that its environment's `grade` returns), in order.
 
-    references: grade the tasks' references instead, by `grade_reference`. Waits for the oldest
-    record only if many are being graded, or after the last one. An invalid line raises its error
-    when the records before it are graded.
+    references: grade the tasks' references instead, by `grade_reference`. A record leaves as soon
+    as it and those before it are graded; at most 4 x --workers are under way. An invalid line
+    raises its error when the records before it are graded.
     """
     graders, jobs, invalid = {}, deque(), None
     with contextlib.ExitStack() as stack, \
             concurrent.futures.ThreadPoolExecutor(2 * args.workers) as pool:
         try:
             for record in records:
-                kind = environment(record["task"])
-                if kind not in graders:
-                    graders[kind] = kind(args)
-                    stack.callback(graders[kind].close)
-                jobs.append(pool.submit(grade_record, graders[kind], record, references))
+                env = environment(record["task"])
+                if env not in graders:
+                    graders[env] = env(args)
+                    stack.callback(graders[env].close)
+                jobs.append(pool.submit(grade_record, graders[env], record, references))
                 while jobs and (jobs[0].done() or len(jobs) >= 4 * args.workers):
                     yield jobs.popleft().result()
         except SystemExit as e:
@@ -635,9 +635,9 @@ class Grader:
     must be exactly equal. None, NaN, functions, iterators and instances of the answer's own classes
     never pass; the verdict names their class.
 
-    The official rules differ from the released scorer in three points only. Some values that pass
-    there fail here: math.nan in a list, math.sqrt, an __eq__ that returns True. An answer that
-    raises SystemExit fails here; there it ends the scorer. A reference gets 3 s per test here.
+    The official rules differ from the released scorer in three points only. (1) Some values that
+    pass there fail here: math.nan in a list, math.sqrt, an __eq__ that returns True. (2) An answer
+    that raises SystemExit fails here; there it ends the scorer. (3) A reference gets 3 s per test.
     """
 
     def __init__(self, rules="honest", workers=2):
@@ -755,8 +755,8 @@ def describe(result):
     """Returns why a result does not pass. A child's own words are quoted and truncated."""
     if isinstance(result, str):
         return result
-    kind, _, text = result.partition(b" ")
-    label = {b"raised": "raised", b"refused": "value refused"}.get(kind)
+    word, _, text = result.partition(b" ")
+    label = {b"raised": "raised", b"refused": "value refused"}.get(word)
     if label is None:
         return "wrong value"
     return f"{label} {json.dumps(text.decode('ascii', 'replace'))}"
@@ -860,7 +860,7 @@ def receive(result_socket, time_used, limit):
     """Returns a child's next message, or a str if it ends or its time_used() reaches `limit`."""
     while True:
         left = limit - time_used()  # it takes at least this long
-        result_socket.settimeout(min(max(left, 1e-3), 1))  # the stopwatch needs a look each second
+        result_socket.settimeout(max(left, 1e-3))
         try:
             message = result_socket.recv(MESSAGE_BYTES)
             return message.rstrip(b" ") if message else "process ended"
@@ -875,18 +875,9 @@ def stopwatch(pid):
     """Returns time_used(), the seconds that a process is charged: of CPU, or a tenth of all time.
 
     So on a busy machine a right answer still has its time, and one that sleeps comes to an end.
-    Time that passes without looks at the stopwatch, at least one a second, is not charged: the
-    machine or the grader was suspended.
     """
-    waited, last_look = 0, time.monotonic()
-    clock = (~pid << 3) | 2  # Linux's id of another process's CPU clock
-
-    def time_used():
-        nonlocal waited, last_look
-        now = time.monotonic()
-        waited, last_look = waited + min(now - last_look, 1.5), now
-        return max(time.clock_gettime(clock), waited / 10)
-    return time_used
+    started, clock = time.monotonic(), (~pid << 3) | 2  # Linux's id of another process's CPU clock
+    return lambda: max(time.clock_gettime(clock), (time.monotonic() - started) / 10)
 
 
 # --- backend: the fork server, which loads modules and forks children -----------------------------
@@ -1042,8 +1033,8 @@ def run_tests(request, result_fd):
 def value_of(programs, test, official):
     """Runs an answer's programs and returns the value of a test, or raises its error.
 
-    The programs behind the final version of the tested function run one by one, and only while
-    the test lacks a name.
+    First run the programs up to the last one that defines the tested function. Those behind it run
+    one by one, and only while the test raises a NameError.
     """
     module = sys.modules["answer"] = types.ModuleType("answer")  # a new one per test
     namespace = vars(module)

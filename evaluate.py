@@ -98,11 +98,11 @@ class System(NamedTuple):
 
 class Outcome(NamedTuple):
     """What is kept of an episode's record."""
-    task: str       # its id
-    key: tuple      # (file, seed, task, sample): a failed episode and a later try share it
-    settings: dict  # {name: value}
-    metrics: dict   # {metric: value}; None if the episode failed
-    dialogue: str   # a hash of its texts
+    task: str        # its id
+    key: tuple       # (file, seed, task, sample): a failed episode and a later try share it
+    made_with: dict  # {setting: value}
+    metrics: dict    # {metric: value}; None if the episode failed
+    dialogue: str    # a hash of its texts
 
 
 def name_and_files(arg):
@@ -168,7 +168,7 @@ def all_settings(episodes):
     """Returns {setting: [its different values, sorted]}."""
     found = defaultdict(list)
     for e in episodes:
-        for name, value in e.settings.items():
+        for name, value in e.made_with.items():
             if value not in found[name]:
                 found[name].append(value)
     return {name: sorted(found[name], key=str) for name in sorted(found)}

@@ -638,33 +638,6 @@ def test_a_child_that_is_killed_from_outside_runs_again_and_twice_is_no_verdict(
                 job.result()
 
 
-@pytest.mark.parametrize("stops_child", [True, False])
-def test_a_suspended_machine_takes_nothing_from_a_right_answer(stops_child):
-    """Both are stopped for longer than an answer may sleep, or the grader alone."""
-    code = """import sys, threading, time
-sys.path.insert(0, {root!r})
-import colbench
-colbench.LIMITS.update(test=.2, answer=.5)
-g = colbench.Grader(workers=1)
-print(g.workers[0][False].process.pid, flush=True)
-print(g.grade({task!r}, {answer!r})["reward"], flush=True)
-g.close()"""
-    right = task("def f(x): return x", *(f"f({x})" for x in range(4)))
-    answer = SPIN.format(.02) if stops_child else SLEEP.format(.1)
-    code = code.format(root=ROOT, task=right, answer=answer)
-    stopped = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
-    server = SimpleNamespace(process=SimpleNamespace(pid=int(stopped.stdout.readline())))
-    time.sleep(random.random() / 10)
-    pids = [stopped.pid, *([*descendants(server.process.pid)] if stops_child else [])]
-    for number in signal.SIGSTOP, signal.SIGCONT:
-        for pid in pids:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, number)
-        time.sleep(6 if number == signal.SIGSTOP else 0)  # a tenth is more than an answer has
-    assert stopped.stdout.readline() == "1.0\n"
-    stopped.wait()
-
-
 @pytest.mark.parametrize("form", ["[{} for i in range({})]", "{{i: {} for i in range({})}}"])
 def test_the_time_to_turn_a_value_into_text_is_not_charged(form, grader, monkeypatch):
     """The call takes a fraction of what a test may, the text of its value a multiple."""
