@@ -1,5 +1,4 @@
 """Own environments: the manual's, twenty questions, through all scripts; and a game."""
-import json
 import random
 import re
 import runpy

@@ -1,5 +1,4 @@
 """The grader: right verdicts, honest code, hostile code, and nothing left behind."""
-import contextlib
 import encodings.aliases
 import os
 import platform
