@@ -779,7 +779,7 @@ LIBC = ctypes.CDLL(None, use_errno=True)
 LIBC.prctl.argtypes = [ctypes.c_int] + 4 * [ctypes.c_ulong]
 MEMORY = 1 << 30     # bytes of address space that a child may add to its server's
 MESSAGE_BYTES = 100  # length of each message of a child
-HAS_VALUE = b"has a value"  # what a child sends before it turns a test's value into text
+RETURNED = b"returned"  # what a child sends before it turns the value of a test into text
 # Modules to load before the fork, because children can't open files: the standard library, numpy
 # and sympy, and what these two import lazily. Servers without packages fork faster, so only answers
 # whose text names a package get the others.
@@ -837,7 +837,7 @@ class ForkServer:
                 started = time_used()
                 result = receive(ours, time_used, started + min(per_test, total - seconds))
                 seconds += time_used() - started
-                if result == HAS_VALUE:  # its text takes time of ours, not of the answer's
+                if result == RETURNED:  # its text takes time of ours, not of the answer's
                     result = receive(ours, time_used, time_used() + LIMITS["text"])
                 results.append(result)
                 if isinstance(result, str):
@@ -1022,7 +1022,7 @@ def run_tests(request, result_fd):
             if error is not None:
                 raise error
             value = value_of(programs, test, official)
-            send(result_fd, HAS_VALUE.decode())
+            send(result_fd, RETURNED.decode())
             result = result_of(value, official)
         except BaseException as e:  # also SystemExit and KeyboardInterrupt
             missing = f": {e.name}" if type(e) is ModuleNotFoundError else ""

@@ -24,7 +24,7 @@ Each mean is over a task's episodes of all seeds, then over tasks: a task with m
 no more. 95 % intervals are by bootstrap over tasks, but exact (Clopper-Pearson) for a share that is
 0 in all tasks or 1 in all. The differences from the first system ("minus first") and wins use only
 the tasks that both systems have ("common"). Below the table is a line for each setting that
-differs.
+differs. In the JSON a metric X has its interval as X_95, and its difference as X_minus_first.
 
 Left out on purpose: intervals over episodes, which are too narrow because episodes of a task are
 alike; intervals over training seeds, which are few; and p-values, because a difference's interval
