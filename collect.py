@@ -49,7 +49,7 @@ from colbench import (ANSWER, ENVIRONMENTS, OUTPUT, RECORD, Episode, Renderer, R
                       task_id, task_kind, without_thinking)
 from model import (decode, find_model, load, load_lm, pi_and_ref_turns, reference_logps, render,
                    score, stop_ids, think_prefix, turn_actions, weights_digest)
-from train_critic import advantage, check_pi_ref, get_args as critic_args
+from train_critic import advantage, check_pi_ref, flags_of
 from utils import (cpus, digest, fail, fail_on_error, open_stdout, parser, private_copy, progress,
                    rng, run, say, version)
 
@@ -103,9 +103,9 @@ def add_sampling_flags(p):
                    help="share of the episodes that get candidates")
     g.add_argument("--best_of", type=int, default=1,
                    help="messages to sample per turn; the one that --critic scores highest is sent")
-    g.add_argument("--critic", metavar="WHO", help="--out of train_critic.py, or a FILE.py with "
-                   "advantages(task, history, actions); it sees the reference, so this is no fair "
-                   "test of the agent")
+    g.add_argument("--critic", metavar="WHO", help="--out of train_critic.py, a model (the --model "
+                   "itself is the untrained critic), or a FILE.py with advantages(task, history, "
+                   "actions); it sees the reference, so this is no fair test of the agent")
 
 
 def add_engine_flags(p):
@@ -125,8 +125,8 @@ def add_engine_flags(p):
 
 def check_args(args):
     """Exits if flags would silently give wrong episodes, or episodes without an end."""
-    if min(args.k, args.max_turns, args.max_tokens, args.concurrency) < 1:
-        fail("-k, --max_turns, --max_tokens and --concurrency must be at least 1")
+    if min(args.k, args.max_turns, args.max_tokens, args.concurrency, args.best_of) < 1:
+        fail("-k, --max_turns, --max_tokens, --concurrency and --best_of must be at least 1")
     if not (args.temperature >= 0 and 0 < args.top_p <= 1):  # NaN, too
         fail("--temperature must be at least 0, and --top_p in (0, 1]")
     if not args.temperature and (args.candidates or args.best_of > 1):
@@ -320,14 +320,18 @@ COMPUTE_THREAD = ThreadPoolExecutor(1)  # of TransformersEngine; the event loop 
 
 
 class Critic:
-    """A learned critic: the finished --out of train_critic.py."""
+    """The --critic as pi, with pi_ref and its context as in its training.
+
+    A model that train_critic.py has not trained is compared with --model, which reads no hidden
+    information. So --model itself is the untrained critic.
+    """
 
     def __init__(self, args):
-        flags = critic_args(["--score", args.critic])
-        check_pi_ref(args.critic, flags.model)
-        self.ref_reads_c, self.thinking = flags.ref_context == "hidden", args.thinking
-        self.pi, self.tokenizer = load(args.critic, DEVICE, "auto")
-        self.pi_ref, _ = load(flags.model, DEVICE, "auto")
+        flags = {"model": args.model, "ref_context": "agent", **flags_of(args.critic)}
+        check_pi_ref(args.critic, flags["model"])
+        self.ref_reads_c, self.thinking = flags["ref_context"] == "hidden", args.thinking
+        self.pi, self.tokenizer = load(args.critic, DEVICE, args.dtype)
+        self.pi_ref, _ = load(flags["model"], DEVICE, args.dtype)
 
     def advantages(self, task, history, actions):
         record = {"task": task, "meta": {"thinking": self.thinking}}
@@ -629,10 +633,10 @@ async def llm_message(server, task, history):
 # name, without quotes of the reference.
 
 RENDER_FAILED_REPLY = "i can't see your page: {}"
-# A speaker's name at the start of a line, such as "You: ", "**Assistant:** " or "### Human:".
-HUMAN_NAME, AGENT_NAME = (
-    re.compile(rf"^ ?(?:[#>]+ )?[*_\[]*(?:the |ai )?(?:{names})[*_\]]*:[*_]*(?!\w)", re.M | re.I)
-    for names in ("you|user|human|colleague", "assistant|agent|ai"))
+# A speaker's name at the start of a line, such as "You: ", "**Assistant:** " or "### Human:"
+SPEAKER = re.compile(
+    r"^ ?(?:[#>]+ )?[*_\[]*(?:the |ai )?(?:you|user|human|colleague|assistant|agent|ai)[*_\]]*:"
+    r"[*_]*(?!\w)", re.M | re.I)
 
 
 async def llm_reply(server, task, history):
@@ -649,7 +653,7 @@ async def llm_reply(server, task, history):
             content.append({"type": "image_url", "image_url": {"url": url}})
     message = await server.chat([{"role": "user", "content": content}])
     # what is behind would be cut anyway, and redact takes long for it
-    own = own_words(message["output"][:10 * kind.reply_chars])
+    own = first_speech(message["output"][:10 * kind.reply_chars])
     reply = own if kind.shows_pages else redact(own, task)
     # truncation matters only if it is in the part that the agent reads
     if "cut" in message and message["output"].endswith(own) and len(reply) < kind.reply_chars:
@@ -664,17 +668,12 @@ def renderer():
     return Renderer(cpus())
 
 
-def own_words(reply):
-    """Returns what the human says, of a reply that may continue the dialogue of human_prompt.
+def first_speech(reply):
+    """Returns the first text between speakers' names: an LLM may continue the whole dialogue.
 
-    Of "You: yes.\nAssistant: why?\nYou: so" that is "yes." If the agent's message comes first, it
-    is what follows that.
+    Of "You: yes.\nAssistant: why?\nYou: so" that is "yes."
     """
-    own, *others = AGENT_NAME.split(reply.strip())
-    texts = HUMAN_NAME.split(own)
-    if not own and others:
-        texts = HUMAN_NAME.split(others[0])[1:] or others  # some LLMs call themselves an assistant
-    return next((text.strip() for text in texts if text.strip()), "")
+    return next((text.strip() for text in SPEAKER.split(reply) if text.strip()), "")
 
 
 def redact(reply, task):
@@ -784,7 +783,7 @@ def read_jobs(args, tasks):
         task, name = record["task"], task_id(record["task"])
         record["task"] = {"kind": task_kind(task), **task, "id": name}
         k, sample = args.k, 0
-        if "dialogue_history" in record:
+        if record.get("dialogue_history"):
             k, sample = 1, record.get("sample", 0)
             check_candidates_flags(args, record)
         elif not args.human:
@@ -829,7 +828,7 @@ class Collector:
         while self.jobs and not self.is_ended:
             record, sample = self.jobs.popleft()
             try:
-                if "dialogue_history" in record:
+                if record.get("dialogue_history"):
                     fields = await self.runner.add_candidates(record, sample)
                 else:
                     fields = await self.runner.run_episode(record["task"], sample)
@@ -850,7 +849,7 @@ class Collector:
             traceback.print_exception(e)
         task, why = record["task"], f"{type(e).__name__}: {e}"
         say(f"task {task['id']}, sample {sample} failed: {why}")
-        if "dialogue_history" not in record:
+        if not record.get("dialogue_history"):
             meta = {**record.get("meta", {}), **self.runner.meta}  # as that of a later episode
             self.emit({"task": task, "sample": sample, "failed": why, "meta": meta})
 
