@@ -38,6 +38,7 @@ from array import array
 from bisect import bisect_left
 from itertools import accumulate, chain, product
 from pathlib import Path
+from statistics import fmean
 from typing import NamedTuple
 
 import torch
@@ -187,8 +188,10 @@ def read_trajectories(args, *fields, pi_reads_c, ref_reads_c):
 
 class Pair(NamedTuple):
     """What a loss compares: two trajectories of a task, or two candidates of a turn."""
-    chosen: tuple         # (Turn, ...) of the better one; a candidate has one turn
-    rejected: tuple = ()  # of the worse one; empty for --loss rft
+    chosen: tuple                # (Turn, ...) of the better one; a candidate has one turn
+    rejected: tuple = ()         # of the worse one; empty for --loss rft
+    chosen_score: float = 0.0    # a trajectory's reward, a candidate's advantage
+    rejected_score: float = 0.0
 
 
 def comparable_groups(trajectories):
@@ -229,7 +232,8 @@ def pairs_in_group(group, min_gap):
         compared = [(a, b) for a, b in product(group, group)
                     if a.record["reward"] > b.record["reward"]
                     and a.record["reward"] - b.record["reward"] > min_gap - 1e-9]
-    pairs = [Pair(better.turns(), worse.turns()) for better, worse in compared]
+    pairs = [Pair(better.turns(), worse.turns(), better.record["reward"], worse.record["reward"])
+             for better, worse in compared]
     return [pair for pair in pairs if pair.chosen != pair.rejected]
 
 
@@ -532,24 +536,20 @@ def all_batches(groups, batch_size, epochs, seed):
     return batches
 
 
-def pair_accuracies(differences):
-    """Returns (B,): 1 where the chosen side's value is the larger, else 0, and 1/2 for a tie.
+def pair_accuracy(difference):
+    """Returns 1 if a pair's chosen side has the larger value, else 0, and 1/2 for a tie.
 
-    differences: (B,) chosen less rejected values, in which rounding makes a tie's sign arbitrary.
+    difference: chosen less rejected value, in which rounding makes a tie's sign arbitrary.
     """
-    return (differences.round(decimals=4).sign() + 1) / 2
+    return (difference.round(decimals=4).sign() + 1) / 2
 
 
-def mean_loss(beta, losses):
-    """Returns (mean loss, {"accuracy": ..., "margin": ...}) of [(loss, difference)] of pairs.
-
-    A difference is that of the two sides' values, and beta times it the margin.
-    """
-    losses, differences = zip(*losses)
-    differences = torch.stack(differences)  # (B,)
+def mean_over_pairs(results):
+    """Returns (mean loss, {metric: its mean}) of the pairs' [(loss, {metric: scalar})]."""
+    losses, metrics = zip(*results)
     return sum(losses) / len(losses), {
-        "accuracy": pair_accuracies(differences).double().mean().item(),
-        "margin": (beta * differences).mean().item()}
+        name: fmean(torch.as_tensor(of_pair[name]).item() for of_pair in metrics)
+        for name in metrics[0]}
 
 
 def clip_gradient(model):

@@ -32,7 +32,7 @@ import torch.nn.functional as F
 
 from colbench import content_hash
 from model import (all_batches, backward, base_digest, check_finite, clip_gradient, forward,
-                   hold_out, load, load_checkpoint, mean_loss, model_facts, pair_accuracies,
+                   hold_out, load, load_checkpoint, mean_over_pairs, model_facts, pair_accuracy,
                    read_trajectories, reference_logps, save, save_checkpoint, score,
                    trajectory_pairs, turns_in)
 from utils import (RANK, Log, RunDirectory, changed_scripts, check_ranges, fail, from_rank_0,
@@ -128,20 +128,21 @@ def trajectory_value(turns, logps, ref_logps):
 
 
 def critic_loss(args, pair, logps, ref_logps):
-    """Returns (loss, chosen less rejected value) of a pair of trajectories, eq. 2.
+    """Returns (loss, {metric: scalar}) of a pair of trajectories, eq. 2.
 
     logps, ref_logps: {turn: (L,)}.
     """
     chosen = trajectory_value(pair.chosen, logps, ref_logps)
     rejected = trajectory_value(pair.rejected, logps, ref_logps)
     nll = -sum(logps[turn].mean() for turn in pair.chosen) / len(pair.chosen)
-    difference = chosen - rejected
-    return -F.logsigmoid(args.beta * difference) + args.nll_coef * nll, difference
+    margin = args.beta * (chosen - rejected)
+    loss = -F.logsigmoid(margin) + args.nll_coef * nll
+    return loss, {"accuracy": pair_accuracy(chosen - rejected), "margin": margin}
 
 
 def batch_loss(args, pairs, logps, ref_logps):
-    """Returns (mean loss over the pairs, {"accuracy": ..., "margin": ...})."""
-    return mean_loss(args.beta, [critic_loss(args, pair, logps, ref_logps) for pair in pairs])
+    """Returns (mean loss over the pairs, {metric: its mean})."""
+    return mean_over_pairs([critic_loss(args, pair, logps, ref_logps) for pair in pairs])
 
 
 # --- training -------------------------------------------------------------------------------------
@@ -170,7 +171,9 @@ def train(args, directory, trajectories, ref_turn_of, device):
         backward(model, trees)  # and from there to the weights
         norm = clip_gradient(model)
         check_finite(step, loss=loss.item(), grad_norm=norm)
-        lr = optimizer.param_groups[0]["lr"] = lr_at(step, len(batches), args.lr)
+        lr = lr_at(step, len(batches), args.lr)
+        for group in optimizer.param_groups:
+            group["lr"] = lr
         optimizer.step()
         optimizer.zero_grad()
         log.step_row(began, sum(len(tree.ids) for tree, *_ in trees), step=step, loss=loss.item(),
@@ -236,7 +239,7 @@ def count_ordered_pairs(trajectories, min_gap):
     value_of = {t.turns(): t.record["value"] for t in rated}
     pairs = [*chain(*trajectory_pairs(rated, min_gap).values())]
     differences = [value_of[pair.chosen] - value_of[pair.rejected] for pair in pairs]
-    return pair_accuracies(torch.tensor(differences)).sum().item(), len(pairs)
+    return pair_accuracy(torch.tensor(differences)).sum().item(), len(pairs)
 
 
 def print_ordered_pairs(trajectories, min_gap, trained_on):

@@ -25,9 +25,9 @@ import torch
 import torch.nn.functional as F
 
 from model import (Pair, Trajectory, all_batches, backward, check_finite, clip_gradient,
-                   comparable_groups, forward, hold_out, load, load_checkpoint, mean_loss,
-                   model_facts, read_trajectories, save, save_checkpoint, score, trajectory_pairs,
-                   turns_in)
+                   comparable_groups, forward, hold_out, load, load_checkpoint, mean_over_pairs,
+                   model_facts, pair_accuracy, read_trajectories, save, save_checkpoint, score,
+                   trajectory_pairs, turns_in)
 from utils import (RANK, Log, RunDirectory, check_ranges, fail, from_rank_0, init_distributed,
                    lr_at, machine_flags, parser, rng, run, say)
 
@@ -38,7 +38,7 @@ def get_args(argv=None):
                    help="initial model, also the reference pi_ref")
     p.add_argument("--out", default="runs/policy",
                    help="output directory; an interrupted run in it is resumed")
-    p.add_argument("--loss", default="dpo", choices=["dpo", "mtdpo", "rft"],
+    p.add_argument("--loss", default="dpo", choices=[*LOSSES, "rft"],
                    help="training data and objective, see above")
     g = p.add_argument_group("pairs")
     g.add_argument("--pairs_per_turn", type=int, default=4, help="dpo: distinct pairs of a turn")
@@ -136,13 +136,15 @@ def candidate_pairs(args, candidates, ref_logps):
 
     ranked = sorted(scored_candidates(candidates), key=value, reverse=True)
     half = len(ranked) // 2  # an odd one out in the middle is skipped
-    pairs = [Pair((chosen.turn,), (rejected.turn,))
+    pairs = [Pair((chosen.turn,), (rejected.turn,),
+                  chosen.fields["advantage"], rejected.fields["advantage"])
              for chosen, rejected in product(ranked[:half], ranked[len(ranked) - half:])
              if value(chosen) > value(rejected) and chosen.turn != rejected.turn
              and not chosen.fields.get("cut")]
     # seeded by the candidates' token ids, not by the order of the records
     rng("pairs", args.seed, *(c.turn.action for c in ranked)).shuffle(pairs)
-    return list(dict.fromkeys(pairs))[:args.pairs_per_turn]
+    distinct = {(pair.chosen, pair.rejected): pair for pair in pairs}
+    return [*distinct.values()][:args.pairs_per_turn]
 
 
 def candidate_logps(args, trajectories, model):
@@ -150,7 +152,7 @@ def candidate_logps(args, trajectories, model):
 
     Only rank 0 has trajectories. model: pi_ref.
     """
-    if args.loss != "dpo" or not args.logprob_weight:
+    if not args.logprob_weight:
         return {}
     candidates = [c for t in trajectories for _, *found in t.actions
                   for c in scored_candidates(found)]
@@ -180,38 +182,32 @@ def joined_logps(turns, logps):
 
 
 def dpo_loss(args, pair, logps, ref_logps):
-    """Returns (loss, difference of the log-ratios) of a pair, eq. 4; sums over turns.
+    """Returns (loss, {metric: scalar}) of a pair, eq. 4; sums over turns.
 
-    logps, ref_logps: {turn: (L,)}.
+    The metrics chosen_change and rejected_change are log pi - log pi_ref of a side, in nats: by how
+    much training has changed the log-prob of its messages. logps, ref_logps: {turn: (L,)}.
     """
     def log_ratio(turns):
         return joined_logps(turns, logps).sum() - joined_logps(turns, ref_logps).sum()
 
-    difference = log_ratio(pair.chosen) - log_ratio(pair.rejected)
+    chosen, rejected = log_ratio(pair.chosen), log_ratio(pair.rejected)
+    margin = args.beta * (chosen - rejected)
     nll = -joined_logps(pair.chosen, logps).mean()
-    return -F.logsigmoid(args.beta * difference) + args.nll_coef * nll, difference
+    loss = -F.logsigmoid(margin) + args.nll_coef * nll
+    return loss, {"accuracy": pair_accuracy(chosen - rejected), "margin": margin,
+                  "chosen_change": chosen, "rejected_change": rejected}
 
 
-# A new loss is a function like dpo_loss, a line here, and its name among the choices of --loss.
+# A new loss is a function like dpo_loss and its name here; make_groups gives it candidate pairs.
 LOSSES = {"dpo": dpo_loss, "mtdpo": dpo_loss}
 
 
 def batch_loss(args, pairs, logps, ref_logps):
-    """Returns (mean loss over the pairs, metrics). For rft, returns (mean NLL per token, {}).
-
-    The metrics chosen_change and rejected_change are means over the pairs of log pi - log pi_ref of
-    a side, in nats: by how much training has changed the log-prob of its messages.
-    """
+    """Returns (mean loss, {metric: its mean}) over the pairs; for rft (mean NLL per token, {})."""
     if args.loss == "rft":
         chosen = [joined_logps(pair.chosen, logps) for pair in pairs]
         return -sum(x.sum() for x in chosen) / sum(map(len, chosen)), {}
-    loss_of = LOSSES[args.loss]
-    loss, metrics = mean_loss(args.beta, [loss_of(args, pair, logps, ref_logps) for pair in pairs])
-    for side in "chosen", "rejected":
-        changes = [(logps[turn] - ref_logps[turn]).sum().item()
-                   for pair in pairs for turn in getattr(pair, side)]
-        metrics[f"{side}_change"] = sum(changes) / len(pairs)
-    return loss, metrics
+    return mean_over_pairs([LOSSES[args.loss](args, pair, logps, ref_logps) for pair in pairs])
 
 
 # --- training -------------------------------------------------------------------------------------
@@ -226,9 +222,9 @@ def train(args, directory, trajectories, device):
     say(f"{n_pairs} {'trajectories' if args.loss == 'rft' else 'pairs'}, {len(batches)} steps")
     directory.start(steps=len(batches), pairs=n_pairs, held_out_pairs=len(held_out))
     if args.loss != "rft":
-        pairs = chain(*(group for _, group in groups), held_out)
-        turns = [turn for turn in turns_in(pairs) if turn not in ref_logps]
-        ref_logps |= score(model, turns, args.tree_tokens, "reference")
+        turns = turns_in(chain(*(group for _, group in groups), held_out))
+        ref_logps |= score(model, [turn for turn in turns if turn not in ref_logps],
+                           args.tree_tokens, "reference")
     optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr, betas=(0.9, 0.95),
                                   weight_decay=0.0, fused=True)
     load_checkpoint(model, optimizer, directory)
@@ -242,7 +238,9 @@ def train(args, directory, trajectories, device):
         backward(model, trees)  # and from there to the weights
         norm = clip_gradient(model)
         check_finite(step, loss=loss.item(), grad_norm=norm)
-        lr = optimizer.param_groups[0]["lr"] = lr_at(step, len(batches), args.lr)
+        lr = lr_at(step, len(batches), args.lr)
+        for group in optimizer.param_groups:
+            group["lr"] = lr
         optimizer.step()
         optimizer.zero_grad()
         log.step_row(began, sum(len(tree.ids) for tree, *_ in trees), step=step, loss=loss.item(),

@@ -116,20 +116,25 @@ class Log:
         self.n_done = row["step"] + 1
         if RANK == 0:
             self.directory.append(row)
-            self.bar.set_postfix(row, refresh=False)
+            self.bar.set_postfix(numbers_of(row), refresh=False)
             self.bar.update()
 
     def row(self, **row):
         """Writes other metrics, and prints them."""
         if RANK == 0:
             self.directory.append(row)
-            say(f"{self.label}: {', '.join(f'{name} {value}' for name, value in row.items())}")
+            say(f"{self.label}: {', '.join(f'{name} {x}' for name, x in numbers_of(row).items())}")
 
     def finish(self):
         """Writes the last row, and removes the checkpoints, as the model is in --out."""
         self.bar.close()
         self.row(finished=self.n_done)
         drop_checkpoints(self.directory.out)
+
+
+def numbers_of(row):
+    """Returns the metrics of a row that are numbers; metrics.jsonl may have lists, too."""
+    return {name: x for name, x in row.items() if isinstance(x, (int, float))}
 
 
 def lr_at(step, steps, peak):

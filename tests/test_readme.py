@@ -16,6 +16,7 @@ import time
 from importlib import import_module
 from itertools import combinations
 from pathlib import Path
+from statistics import fmean
 from types import SimpleNamespace
 
 import pytest
@@ -31,8 +32,8 @@ import toy_pages
 import train_critic
 import train_policy
 from colbench import BROWSERS, CACHE, agent_messages
-from conftest import (ROOT, copy_scripts, demos, key_of, lines, metrics, records, save, script,
-                      shell, stdin_of, steps, succeed, train, weights)
+from conftest import (ROOT, change_weights, copy_scripts, demos, key_of, lines, metrics, read_by,
+                      records, save, script, shell, stdin_of, steps, succeed, train, weights)
 from test_colbench_environment import repo  # a fixture
 
 SCRIPTS = ("collect", "train_critic", "train_policy", "evaluate", "colbench", "toy", "toy_pages")
@@ -96,6 +97,7 @@ def test_a_block_fails_if_any_stage_of_a_pipe_does():
 
 def edited(names, folder):
     """The path of a copy of the scripts with patches applied, in the order of their names."""
+    folder.mkdir(exist_ok=True)
     copy_scripts(folder)
     patches = [f"{EDITS}/{name}.diff" for name in names.split()]
     subprocess.run(["git", "apply", "--whitespace=error", *patches], cwd=folder, check=True)
@@ -135,7 +137,9 @@ def test_two_edits_combine_but_for_those_of_one_place(tmp_path):
     of_one_line = {("regression", "sqrt_length"),
                    ("regression", "sum"), ("sqrt_length", "sum"),  # of the critic's loss
                    ("regression", "margin_by_gap"),
-                   ("grpo", "opsd")}  # of the policy's choices
+                   ("ipo", "margin_by_gap"), ("ipo", "two_references"),  # of the policy's loss
+                   ("moving_reference", "two_references"),
+                   ("grpo", "opsd")}  # of LOSSES
     assert "change the same line" in told and conflicts - of_one_line == {
         tuple(re.findall(r"`(\w+)`", pair)) for pair in told.split(",")[:3]}
 
@@ -171,8 +175,8 @@ def test_the_edits_of_what_the_loss_sums(tmp_path):
     args, pair = SimpleNamespace(beta=1, nll_coef=0), model.Pair(("a", "b"), ("c",))
     for critic, want in ((train_critic, 1.5 + 3 - 5), (edited_module("sum", tmp_path), 3 + 3 - 5),
                          (edited_module("trajectory", tmp_path), (1 + 2 + 3) / 3 - 5)):
-        _, margin = critic.critic_loss(args, pair, logps, ref)
-        assert margin.item() == pytest.approx(want)
+        _, metrics = critic.critic_loss(args, pair, logps, ref)
+        assert metrics["margin"].item() == pytest.approx(want)
 
 
 def test_the_edit_no_hidden(rewarded, tiny_dir, tmp_path):
@@ -216,6 +220,31 @@ def test_the_first_loss_of_edits(edit, name, flags, ranks, loss, ranked, tiny_di
 
 
 @pytest.mark.full
+def test_the_policys_edits_of_the_margin(ranked, tiny_dir, tmp_path):
+    """By the gap of the advantages; and by two references, of which one differs from pi."""
+    other = shutil.copytree(tiny_dir, tmp_path / "other")
+    change_weights(other, lambda state: {name: x * 1.1 for name, x in state.items()})
+    groups, _ = read_by(ranked, train_policy, "--model", tiny_dir)
+    pairs = [pair for group in groups for pair in group]
+    logps, other_logps = (model.score(model.load(folder)[0], model.turns_in(pairs), math.inf)
+                          for folder in (tiny_dir, other))
+
+    def change(side):  # half of log pi - log pi_ref of the other reference
+        return sum((logps[turn] - other_logps[turn]).sum().item() for turn in side) / 2
+
+    gaps = [pair.chosen_score - pair.rejected_score for pair in pairs]
+    margins = [0.1 * (change(pair.chosen) - change(pair.rejected)) for pair in pairs]
+    assert {*gaps} == {1, 2, 3} and max(map(abs, margins)) > 0.01
+    flags = ["--batch_size", 10_000]
+    for copy, more, want in (
+            (edited("margin_by_gap", tmp_path / "1"), [], [-gap for gap in gaps]),
+            (edited("two_references", tmp_path / "2"), ["--other", other], margins)):
+        first, _ = first_step(copy, "train_policy", ranked, tiny_dir, *flags, *more)
+        mean_loss = fmean(math.log1p(math.exp(-x)) for x in want)
+        assert first["loss"] == pytest.approx(mean_loss, rel=1e-4)
+
+
+@pytest.mark.full
 def test_the_edit_sqrt_length(rewarded, tiny_dir, tmp_path):
     copy = edited("sqrt_length", tmp_path)
     flags = "--lr", 1e-3, "--held_out", 0
@@ -229,7 +258,7 @@ def test_the_edit_sqrt_length(rewarded, tiny_dir, tmp_path):
 
 @pytest.mark.full
 def test_the_edit_opsd(ranked, tiny_dir, tmp_path):
-    """Its first loss is the mean over tokens of KL(pi_ref given c || pi), by transformers."""
+    """Its first loss is a mean over turns of KL(pi_ref given c || pi), by transformers."""
     first, _ = first_step(edited("opsd", tmp_path), "train_policy", ranked, tiny_dir,
                           "--loss", "opsd", "--batch_size", 10_000)
     lm, tokenizer = model.load_lm(tiny_dir, torch.device("cpu"))
@@ -246,7 +275,7 @@ def test_the_edit_opsd(ranked, tiny_dir, tmp_path):
                                            pi_reads_c=False, ref_reads_c=True)
             for turn, teacher_turn in turns:
                 pi, teacher = log_probs(turn), log_probs(teacher_turn)
-                divergences += (teacher.exp() * (teacher - pi)).sum(-1).tolist()
+                divergences.append((teacher.exp() * (teacher - pi)).sum(-1).mean().item())
     assert first["grad_norm"] > 0
     assert first["loss"] == pytest.approx(sum(divergences) / len(divergences), rel=1e-4) != 0
 
@@ -372,7 +401,7 @@ def test_the_edit_grpo_normalizes_what_can_be_compared(tmp_path, recwarn):
     scored = [SimpleNamespace(turn=str(x), fields={"advantage": x}) for x in (1.0, 2.0, 6.0)]
     unscored = SimpleNamespace(turn="x", fields={})
     assert weigh([]) == weigh([unscored]) == weigh([unscored, scored[0]]) == []
-    gaps = [pair.weight for pair in weigh([unscored, *scored])]
+    gaps = [pair.chosen_score for pair in weigh([unscored, *scored])]
     assert sum(gaps) == pytest.approx(0, abs=1e-5) and gaps == sorted(gaps)
     assert sum(gap ** 2 for gap in gaps) == pytest.approx(3, rel=1e-4)
     assert not recwarn.list

@@ -86,6 +86,24 @@ def test_a_loss_is_that_of_its_equation(loss):
             assert all(facts[f"{side}_change"] == exact(mean(changes[side])) for side in changes)
 
 
+def test_metrics_may_be_lists_which_only_the_file_has(tmp_path, capsys):
+    """Such as a histogram: the progress bar and stderr show numbers."""
+    loss, means = M.mean_over_pairs([(torch.tensor(1.0), {"a": torch.tensor(2.0), "b": 1}),
+                                     (torch.tensor(2.0), {"a": torch.tensor(5.0), "b": 2})])
+    assert loss == 1.5 and means == {"a": 3.5, "b": 1.5}
+    directory = utils.RunDirectory(SimpleNamespace(out=str(tmp_path)))
+    directory.check([])
+    directory.start()
+    log = utils.Log(directory, "critic", 1)
+    log.step_row(0, 7, step=0, **means, histogram=[1, 2])
+    assert "b=1.5" in log.bar.postfix and "histogram" not in log.bar.postfix
+    log.row(step=0, held_out_histogram=[3, 4])
+    os.close(directory.lock)
+    assert capsys.readouterr().err.endswith("critic: step 0\n")
+    _, first, second = metrics(tmp_path)
+    assert first["histogram"] == [1, 2] and second["held_out_histogram"] == [3, 4]
+
+
 def test_the_learning_rate_warms_up_also_where_steps_are_few():
     # steps that warm up: 3 %, at least 3, never more than a third of them
     for steps, warmup in ((1, 0), (2, 0), (3, 1), (6, 2), (9, 3), (117, 4), (1000, 30)):
@@ -169,6 +187,8 @@ def test_pairs_of_trajectories_are_those_of_two_loops():
             pairs = [(pair.chosen[0][0][1], pair.rejected[0][0][1])
                      for group in groups for pair in group]
             assert sorted(pairs) == sorted(want)
+            assert sorted((pair.chosen_score, pair.rejected_score) for g in groups for pair in g) \
+                == sorted((tenths[i] / 10, tenths[j] / 10) for i, j in want)
             assert all(len({task[pair.chosen[0][0][1]] for pair in g}) == 1 for g in groups)
 
 
@@ -201,8 +221,11 @@ def test_candidate_pairs_are_distinct_ones_of_the_upper_half_against_the_lower()
                     if high.turn != low.turn and not high.fields["cut"]}
         for n in 1, 4, 99:
             pairs = draw([*given, candidate(9, 9.0, 0.0)._replace(turn=None)], n, weight, seed)
-            assert len({*pairs}) == len(pairs) == min(n, len(possible))
-            assert {*pairs} <= possible
+            sides = {(pair.chosen, pair.rejected) for pair in pairs}
+            assert len(sides) == len(pairs) == min(n, len(possible)) and sides <= possible
+            scores = [(pair.chosen, pair.chosen_score) for pair in pairs]
+            scores += [(pair.rejected, pair.rejected_score) for pair in pairs]
+            assert {*scores} <= {((c.turn,), c.fields["advantage"]) for c in given}
             assert pairs == draw(given[::-1], n, weight, seed)
         (pair,) = draw([candidate(i, i) for i in range(4)], seed=seed)
         by_seed[pair] += 1
@@ -225,6 +248,16 @@ def test_mix_adds_the_pairs_of_mtdpo_per_pair_of_candidates(tiny_dir):
         assert [len(pairs) for pairs in groups[:5]] == 5 * [8]  # a trajectory's stay together
         added = [(p.chosen[0][0][1], p.rejected[0][0][1]) for g in groups[5:] for p in g]
         assert sorted(added) == sorted(n // 2 * [(2, 0), (2, 4)])
+
+
+def test_a_new_loss_needs_an_entry_only(ranked, tiny_dir):
+    """It gets the pairs of --loss dpo, with all flags."""
+    flags = ["--model", tiny_dir, "--logprob_weight", 0.1, "--mix", 0.5, "--loss"]
+    with patch.dict(train_policy.LOSSES, mine=train_policy.dpo_loss):
+        assert read_by(ranked, train_policy, *flags, "mine") == (
+            read_by(ranked, train_policy, *flags, "dpo"))
+    with pytest.raises(SystemExit):
+        train_policy.get_args(["--loss", "mine"])
 
 
 def test_candidates_without_ids_are_read_as_text(rewarded, tiny_dir):
@@ -861,7 +894,7 @@ def test_accuracy_does_not_depend_on_beta(beta):
     for trainer, of_tokens in (train_critic, statistics.fmean), (train_policy, sum):
         args = SimpleNamespace(loss="dpo", beta=beta, nll_coef=0)
         values = [[sum(of_tokens((logps[turn] - ref[turn]).tolist()) for turn in side)
-                   for side in pair] for pair in pairs]
+                   for side in (pair.chosen, pair.rejected)] for pair in pairs]
         want = statistics.fmean(0.5 if abs(a - b) < 1e-4 else a > b for a, b in values)
         _, metrics = trainer.batch_loss(args, pairs, logps, ref)
         assert metrics["accuracy"] == pytest.approx(want)
