@@ -49,7 +49,7 @@ from colbench import (ANSWER, ENVIRONMENTS, OUTPUT, RECORD, Episode, Renderer, R
                       task_id, task_kind, without_thinking)
 from model import (decode, find_model, load, load_lm, pi_and_ref_turns, reference_logps, render,
                    score, stop_ids, think_prefix, turn_actions, weights_digest)
-from train_critic import advantage, check_pi_ref, flags_of
+from train_critic import advantage, check_pi_ref, read_critic
 from utils import (cpus, digest, fail, fail_on_error, open_stdout, parser, private_copy, progress,
                    rng, run, say, version)
 
@@ -327,7 +327,7 @@ class Critic:
     """
 
     def __init__(self, args):
-        flags = {"model": args.model, "ref_context": "agent", **flags_of(args.critic)}
+        flags = {"model": args.model, "ref_context": "agent", **read_critic(args.critic)}
         check_pi_ref(args.critic, flags["model"])
         self.ref_reads_c, self.thinking = flags["ref_context"] == "hidden", args.thinking
         self.pi, self.tokenizer = load(args.critic, DEVICE, args.dtype)
