@@ -373,7 +373,6 @@ mention pictures."""
 
 
 ENVIRONMENTS = {"backend": Functions, "frontend": Pages}
-# import here your own environments, which add themselves (MANUAL.md, "Your own environment")
 
 
 # --- records --------------------------------------------------------------------------------------
@@ -1480,6 +1479,9 @@ COMMANDS = {"grade": grade_episodes, "check": check_tasks}
 
 def main(args):
     COMMANDS[args.command](args, open_stdout())
+
+
+# import here your own environments, which add themselves (MANUAL.md, "Your own environment")
 
 
 if __name__ == "__main__":
