@@ -647,8 +647,6 @@ class Grader:
         self.idle = queue.LifoQueue()  # last in, first out, so that a light load uses few workers
         for worker in self.workers:
             self.idle.put(worker)
-        if not has_value(self.results("", ["0"])[0]):
-            raise GraderError("the sandbox does not work: it can't even evaluate 0")
 
     def close(self):
         for servers in self.workers:
