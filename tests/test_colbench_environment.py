@@ -6,11 +6,10 @@ import runpy
 import pytest
 
 import colbench
-import evaluate
 import toy
-from conftest import DOUBLE, HONEST, ROOT, actions, copy_scripts, lines, records, save, succeed
+from conftest import DOUBLE, HONEST, ROOT, actions, copy_scripts, records, save, succeed
 
-HERE = "# import here your own environments"  # the line below ENVIRONMENTS
+HERE = "# import here your own environments, which add themselves"
 MANUAL = open(f"{ROOT}/tests/experiments/MANUAL.md", encoding="utf-8").read()
 
 
@@ -19,7 +18,7 @@ def repo(tmp_path):
     """A copy of the scripts with the manual's words.py beside them, and its line in colbench.py."""
     copy_scripts(tmp_path)
     (code,) = re.findall(r"<!-- environment -->\n```python\n(.*?)```", MANUAL, re.S)
-    (row,) = re.findall(r"add `(.*?)` below\s`ENVIRONMENTS`", MANUAL)
+    (row,) = re.findall(r"add `(.*?)` at\sthe end of `colbench.py`", MANUAL)
     (tmp_path / "words.py").write_text(code)
     text = (tmp_path / "colbench.py").read_text()
     assert text.count(HERE) == 1
@@ -80,42 +79,44 @@ def test_twenty_questions_go_through_all_scripts(repo, monkeypatch):
     assert base["settings"]["environment"] == ["words"]
 
 
-class Cave(colbench.Environment):
-    """A text game without a reference: the human's "you are out" wins it."""
+CAVE = """
+from colbench import ENVIRONMENTS, Environment, agent_messages
+WAY = ["north", "east", "north"]
+class Cave(Environment):  # without a reference
     agent_prompt = "Find your way out of the cave in {max_turns} moves."
-
     @classmethod
     def ends(cls, history):
         return history[-1]["content"] == "you are out"
-
     @classmethod
     def metrics(cls, record):
         return {"out": cls.ends(record["dialogue_history"])}
-
     def grade(self, record):
-        moves = len(colbench.agent_messages(record))
-        return {"reward": self.ends(record["dialogue_history"]) / moves}
+        return {"reward": self.ends(record["dialogue_history"]) / len(agent_messages(record))}
+ENVIRONMENTS["cave"] = Cave
+def act(task, history):
+    return task["id"].split()[len(history) // 2]
+def reply(task, history):
+    moves = [m["content"] for m in history if m["role"] == "assistant"]
+    return "you are out" if moves[-3:] == WAY else "it is dark"
+"""
 
 
-def test_a_game_ends_when_its_human_says_so_and_its_dialogue_is_graded(grading, tmp_path,
-                                                                       monkeypatch, capsys):
-    """Of one way out: its moves are the agent's messages, and the last reply is no move."""
-    monkeypatch.setitem(colbench.ENVIRONMENTS, "cave", Cave)
-    way, given = ["north", "east", "north"], []
-    for sample, moves in enumerate((way, ["east", *way], ["north"] * 5)):
-        episode = colbench.Episode({"id": "c", "kind": "cave", "problem_description": "",
-                                    "ground_truth": ""}, max_turns=5)
-        steps = iter(moves)
-        while not episode.ended:
-            episode.act(next(steps))
-            if not episode.ended:
-                made = [m["content"] for m in episode.history if m["role"] == "assistant"]
-                episode.reply("you are out" if made[-3:] == way else "it is dark")
-        given.append({"task": episode.task, "sample": sample, **episode.fields()})
-    assert [len(r["dialogue_history"]) for r in given] == [7, 9, 10]
-    graded, _, _ = grading(given)
-    assert [r["reward"] for r in graded] == [1 / 3, 1 / 4, 0]
-    monkeypatch.setattr(evaluate, "open_stdout", lambda: lambda record: None)
-    (tmp_path / "cave.jsonl").write_text(lines(graded))
-    evaluate.main(evaluate.get_args([str(tmp_path / "cave.jsonl")]))
-    assert re.search(r"reward % .* out % .*\n.* 19\.4 .* 66\.7 ", capsys.readouterr().err)
+def test_a_game_ends_when_its_human_says_so_and_its_dialogue_is_graded(tmp_path):
+    """Of one way out. Each message is a move."""
+    copy_scripts(tmp_path)
+    (tmp_path / "cave.py").write_text(CAVE)
+    with open(tmp_path / "colbench.py") as f:
+        text = f.read().replace(HERE, f"import cave\n{HERE}")
+    (tmp_path / "colbench.py").write_text(text)
+    run = lambda *command, stdin: succeed(str(tmp_path / command[0]), *command[1:], stdin=stdin,
+                                          cwd=tmp_path)
+    games = ["north east north", "east north east north", "north north north north north"]
+    tasks = [{"id": moves, "kind": "cave", "problem_description": "", "ground_truth": ""}
+             for moves in games]
+    played = run("collect.py", "--agent", "cave.py", "--human", "cave.py", "--max_turns", 5,
+                 stdin=tasks)
+    graded = records(run("colbench.py", "grade", stdin=records(played.stdout)).stdout)
+    assert sorted(len(r["dialogue_history"]) for r in graded) == [7, 9, 10]
+    assert {r["task"]["id"]: r["reward"] for r in graded} == dict(zip(games, [1 / 3, 1 / 4, 0]))
+    table = run("evaluate.py", stdin=graded).stderr
+    assert re.search(r"reward % .* out % .*\n.* 19\.4 .* 66\.7 ", table)

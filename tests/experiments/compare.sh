@@ -217,7 +217,7 @@ for setup in "$@"; do
   case $setup in spelled | words)  # a copy of the scripts that knows orders
     code=runs/compare/orders; mkdir -p $code/tests
     cp *.py tests/experiments/orders.py $code && cp -r tests/experiments $code/tests
-    sed -i '/^ENVIRONMENTS = /a import orders' $code/*.py ;;
+    sed -i '/^# import here your own environments/a import orders' $code/*.py ;;
   esac
   even=; odd=
   for seed in $SEEDS; do if ((seed % 2)); then odd+=" $seed"; else even+=" $seed"; fi; done
