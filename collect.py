@@ -629,10 +629,10 @@ async def llm_message(server, task, history):
 # name, without quotes of the reference.
 
 RENDER_FAILED_REPLY = "i can't see your page: {}"
-# A speaker's name at the start of a line, such as "You: ", "**Assistant:** " or "### Human:".
-HUMAN_NAME, AGENT_NAME = (
-    re.compile(rf"^ ?(?:[#>]+ )?[*_\[]*(?:the |ai )?(?:{names})[*_\]]*:[*_]*(?!\w)", re.M | re.I)
-    for names in ("you|user|human|colleague", "assistant|agent|ai"))
+# A speaker's name at the start of a line, such as "You: ", "**Assistant:** " or "### Human:"
+SPEAKER = re.compile(
+    r"^ ?(?:[#>]+ )?[*_\[]*(?:the |ai )?(?:you|user|human|colleague|assistant|agent|ai)[*_\]]*:"
+    r"[*_]*(?!\w)", re.M | re.I)
 
 
 async def llm_reply(server, task, history):
@@ -649,7 +649,7 @@ async def llm_reply(server, task, history):
             content.append({"type": "image_url", "image_url": {"url": url}})
     message = await server.chat([{"role": "user", "content": content}])
     # what is behind would be cut anyway, and redact takes long for it
-    own = own_words(message["output"][:10 * kind.reply_chars])
+    own = first_speech(message["output"][:10 * kind.reply_chars])
     reply = own if kind.shows_pages else redact(own, task)
     # truncation matters only if it is in the part that the agent reads
     if "cut" in message and message["output"].endswith(own) and len(reply) < kind.reply_chars:
@@ -664,17 +664,12 @@ def renderer():
     return Renderer(cpus())
 
 
-def own_words(reply):
-    """Returns what the human says, of a reply that may continue the dialogue of human_prompt.
+def first_speech(reply):
+    """Returns the first text between speakers' names: an LLM may continue the whole dialogue.
 
-    Of "You: yes.\nAssistant: why?\nYou: so" that is "yes." If the agent's message comes first, it
-    is what follows that.
+    Of "You: yes.\nAssistant: why?\nYou: so" that is "yes."
     """
-    own, *others = AGENT_NAME.split(reply.strip())
-    texts = HUMAN_NAME.split(own)
-    if not own and others:
-        texts = HUMAN_NAME.split(others[0])[1:] or others  # some LLMs call themselves an assistant
-    return next((text.strip() for text in texts if text.strip()), "")
+    return next((text.strip() for text in SPEAKER.split(reply) if text.strip()), "")
 
 
 def redact(reply, task):

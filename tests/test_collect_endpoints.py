@@ -154,7 +154,7 @@ WORDS = ["It is 4 percent.", "The prize for you: 3 euros.", "Call f(user: 3) the
 
 
 def test_an_llm_human_speaks_for_itself_only():
-    """Of a dialogue it writes, however it marks the speakers, its own first words are the reply."""
+    """Of a dialogue that it writes, however it marks the speakers, the first words are the reply."""
     r = random.Random(0)
 
     def label(names):
@@ -163,16 +163,15 @@ def test_an_llm_human_speaks_for_itself_only():
 
     for _ in range(2000):
         own, more, other = r.sample(WORDS, 3)
-        assert collect.own_words(own) == own
+        assert collect.first_speech(own) == own
         reply = r.choice(["", label(NAMES)]) + own
         if r.random() < 0.5:
             reply += r.choice(["\n", "\n\n"]) + label(["Assistant", "Agent", "AI assistant", "AI"])
             reply += other + r.choice(["", f"\n{label(NAMES)}{more}"])
-        assert collect.own_words(reply) == own, reply
-        replayed = f"{label(['Assistant'])}{other}\n{label(NAMES)}{own}"
-        assert collect.own_words(replayed) == own, replayed
-    assert collect.own_words("Assistant: It is 4.") == "It is 4."
-    assert collect.own_words("You:\nAssistant:") == collect.own_words("") == ""
+        assert collect.first_speech(reply) == own, reply
+        assert collect.first_speech(f"{label(['Assistant', 'AI'])}\n{reply}") == own, reply
+    assert collect.first_speech("Assistant: It is 4.") == "It is 4."
+    assert collect.first_speech("You:\nAssistant:") == collect.first_speech("") == ""
 
 
 def test_the_agent_does_not_read_what_the_human_says_for_others(tasks, playing):

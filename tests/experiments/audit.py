@@ -25,7 +25,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from colbench import environment, message_texts, read_records, task_id  # noqa: E402
-from collect import own_words, redact  # noqa: E402
+from collect import first_speech, redact  # noqa: E402
 from utils import open_stdout, parser, run, say  # noqa: E402
 
 KINDS = "quoted", "broke_off", "both_sides", "redacted"
@@ -105,7 +105,7 @@ def faults(task, before, reply):
     """Returns the kinds of faults of a reply to a dialogue."""
     said = "\n".join([task["problem_description"], *message_texts(before[1:])])
     found = (quotes(reply, task, said), breaks_off(reply, task),
-             own_words(reply) != reply.strip(), "[...]" in reply)
+             first_speech(reply) != reply.strip(), "[...]" in reply)
     return [kind for kind, is_found in zip(KINDS, found) if is_found]
 
 
