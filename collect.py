@@ -49,7 +49,7 @@ from colbench import (ANSWER, ENVIRONMENTS, OUTPUT, RECORD, Episode, Renderer, R
                       task_id, task_kind, without_thinking)
 from model import (decode, find_model, load, load_lm, pi_and_ref_turns, reference_logps, render,
                    score, stop_ids, think_prefix, turn_actions, weights_digest)
-from train_critic import advantage, check_pi_ref, get_args as critic_args
+from train_critic import advantage, check_pi_ref, read_critic
 from utils import (cpus, digest, fail, fail_on_error, open_stdout, parser, private_copy, progress,
                    rng, run, say, version)
 
@@ -103,9 +103,9 @@ def add_sampling_flags(p):
                    help="share of the episodes that get candidates")
     g.add_argument("--best_of", type=int, default=1,
                    help="messages to sample per turn; the one that --critic scores highest is sent")
-    g.add_argument("--critic", metavar="WHO", help="--out of train_critic.py, or a FILE.py with "
-                   "advantages(task, history, actions); it sees the reference, so this is no fair "
-                   "test of the agent")
+    g.add_argument("--critic", metavar="WHO", help="--out of train_critic.py, a model (the --model "
+                   "itself is the untrained critic), or a FILE.py with advantages(task, history, "
+                   "actions); it sees the reference, so this is no fair test of the agent")
 
 
 def add_engine_flags(p):
@@ -320,14 +320,18 @@ COMPUTE_THREAD = ThreadPoolExecutor(1)  # of TransformersEngine; the event loop 
 
 
 class Critic:
-    """A learned critic: the finished --out of train_critic.py."""
+    """The --critic as pi, with pi_ref and its context as in its training.
+
+    A model that train_critic.py has not trained is compared with --model, which reads no hidden
+    information. So --model itself is the untrained critic.
+    """
 
     def __init__(self, args):
-        flags = critic_args(["--score", args.critic])
-        check_pi_ref(args.critic, flags.model)
-        self.ref_reads_c, self.thinking = flags.ref_context == "hidden", args.thinking
-        self.pi, self.tokenizer = load(args.critic, DEVICE, "auto")
-        self.pi_ref, _ = load(flags.model, DEVICE, "auto")
+        critic = read_critic(args.critic) or {"model": args.model, "ref_context": "agent"}
+        check_pi_ref(args.critic, critic["model"])
+        self.ref_reads_c, self.thinking = critic["ref_context"] == "hidden", args.thinking
+        self.pi, self.tokenizer = load(args.critic, DEVICE, args.dtype)
+        self.pi_ref, _ = load(critic["model"], DEVICE, args.dtype)
 
     def advantages(self, task, history, actions):
         record = {"task": task, "meta": {"thinking": self.thinking}}

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
 
 import colbench
 import collect
@@ -214,8 +215,32 @@ def test_best_of_sends_the_critics_favourite(ref_reads, thinking, tasks, rewarde
         sent = asyncio.run(p.next_message(task, history, key))
         assert sent["token_ids"] == drawn[favourites[-1]][0]
     assert len(set(favourites)) > 1
-    with pytest.raises(SystemExit):
+    with pytest.raises(SystemExit, match="no model at 'no/critic'"):
         runner(tiny_dir, "--best_of", 2, "--critic", "no/critic")
+
+
+def test_the_model_itself_is_the_untrained_critic(tasks, tiny_dir):
+    """Its advantage is log pi(a | o, c) - log pi(a | o), a mean over tokens; --dtype is its own."""
+    task, flags = tasks[0]["task"], ["--best_of", 3, "--critic", tiny_dir, "--max_tokens", 12]
+    history = dialogue(task["problem_description"])
+    hidden = f"Hidden reference:\n{task['ground_truth']}\n\n{history[0]['content']}"
+    p = runner(tiny_dir, *flags)
+    prompts = [prompt_of(p, text) for text in (hidden, history[0]["content"])]
+    drawn = sample(p, prompts[1], [(0, j) for j in range(3)])
+    actions = [p.as_action(ids, logprobs) for ids, logprobs in drawn]
+    lm, want = AutoModelForCausalLM.from_pretrained(tiny_dir), []
+    for ids, _ in drawn:
+        means = []
+        for prompt in prompts:
+            with torch.no_grad():
+                logits = lm(torch.tensor([prompt + ids])).logits[0, len(prompt) - 1:-1]
+            means.append(logits.log_softmax(-1)[range(len(ids)), ids].mean().item())
+        want.append(means[0] - means[1])
+    assert p.critic(task, history, actions) == pytest.approx(want, abs=1e-5)
+    assert max(map(abs, want)) > 0.01
+    critic = collect.Critic(collect.get_args([*map(str, ["--model", tiny_dir, *flags])] +
+                                             ["--dtype", "bf16"]))
+    assert critic.pi.dtype == critic.pi_ref.dtype == torch.bfloat16
 
 
 # --- --resume -------------------------------------------------------------------------------------
