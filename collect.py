@@ -125,8 +125,8 @@ def add_engine_flags(p):
 
 def check_args(args):
     """Exits if flags would silently give wrong episodes, or episodes without an end."""
-    if min(args.k, args.max_turns, args.max_tokens, args.concurrency) < 1:
-        fail("-k, --max_turns, --max_tokens and --concurrency must be at least 1")
+    if min(args.k, args.max_turns, args.max_tokens, args.concurrency, args.best_of) < 1:
+        fail("-k, --max_turns, --max_tokens, --concurrency and --best_of must be at least 1")
     if not (args.temperature >= 0 and 0 < args.top_p <= 1):  # NaN, too
         fail("--temperature must be at least 0, and --top_p in (0, 1]")
     if not args.temperature and (args.candidates or args.best_of > 1):
@@ -783,7 +783,7 @@ def read_jobs(args, tasks):
         task, name = record["task"], task_id(record["task"])
         record["task"] = {"kind": task_kind(task), **task, "id": name}
         k, sample = args.k, 0
-        if "dialogue_history" in record:
+        if record.get("dialogue_history"):
             k, sample = 1, record.get("sample", 0)
             check_candidates_flags(args, record)
         elif not args.human:
@@ -828,7 +828,7 @@ class Collector:
         while self.jobs and not self.is_ended:
             record, sample = self.jobs.popleft()
             try:
-                if "dialogue_history" in record:
+                if record.get("dialogue_history"):
                     fields = await self.runner.add_candidates(record, sample)
                 else:
                     fields = await self.runner.run_episode(record["task"], sample)
@@ -849,7 +849,7 @@ class Collector:
             traceback.print_exception(e)
         task, why = record["task"], f"{type(e).__name__}: {e}"
         say(f"task {task['id']}, sample {sample} failed: {why}")
-        if "dialogue_history" not in record:
+        if not record.get("dialogue_history"):
             meta = {**record.get("meta", {}), **self.runner.meta}  # as that of a later episode
             self.emit({"task": task, "sample": sample, "failed": why, "meta": meta})
 

@@ -18,7 +18,7 @@ import collect
 import evaluate
 import model as M
 from colbench import ANSWER, agent_messages
-from conftest import (PLAY, actions, change_json, complaint, dialogue, key_of, lines,
+from conftest import (PLAY, actions, agent_texts, change_json, complaint, dialogue, key_of, lines,
                       nucleus, records, script, stdin_of, succeed, turns_of)
 from train_critic import advantage
 
@@ -468,6 +468,17 @@ def test_a_failed_episode_has_the_meta_that_a_later_one_has(tasks, playing, tmp_
     meta = episode["meta"]
     assert end is None and {name for name in meta if meta[name] != failed["meta"].get(name)} == {
         "human"}
+
+
+def test_an_empty_dialogue_is_none(tasks, playing, tmp_path):
+    """Such as other programs write: the task is run, and if that fails, it says so."""
+    given = [{**tasks[0], "dialogue_history": []}]
+    (played,), _, end = playing(given, "--agent", "fixed:hi", "--max_turns", 2)
+    assert end is None and agent_texts(played) == ["hi", "hi"]
+    human = tmp_path / "human.py"
+    human.write_text("def reply(task, history):\n    raise ValueError('busy')\n")
+    playing(given, "--agent", "fixed:hi", "--human", human, "--max_turns", 2)
+    assert [r["failed"] for r in playing.failed] == ["ValueError: busy"]
 
 
 def test_who_reads_failed_episodes(grading, episodes, capsys):
