@@ -34,7 +34,6 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
-from urllib.parse import urlsplit
 
 import openai
 import torch
@@ -523,7 +522,6 @@ AttentionMaskInterface.register("grouped", sdpa_mask)
 
 API_KEYS = {"agent": ["AGENT_API_KEY", "OPENAI_API_KEY"], "human": ["OPENAI_API_KEY"],
             "engine": ["VLLM_API_KEY"]}  # environment variables; the first that is set counts
-MOST_CHARS = 10 ** 5  # of a chat model's text, which regexes search
 
 
 class Server:
@@ -582,7 +580,7 @@ class Server:
         reply = await self.post("/chat/completions", messages=messages)
         choice, usage = reply["choices"][0], reply.get("usage") or {}
         reason, text = choice["finish_reason"], choice["message"]["content"] or ""
-        text = without_thinking(text)[:MOST_CHARS]
+        text = without_thinking(text)
         if not text or reason in ("content_filter", "error"):
             raise ValueError(f"the reply is empty or incomplete: {reason}")
         message = {"output": text}
@@ -615,11 +613,8 @@ def vllm_params(args, stop):
 
 
 def without_secrets(address):
-    """Returns an address without what may be a password; other texts as they are."""
-    if not address.startswith(("http://", "https://")):
-        return address
-    parts = urlsplit(address)
-    return parts._replace(netloc=parts.netloc.rpartition("@")[2], query="").geturl()
+    """Returns an address without user, password and query; other texts as they are."""
+    return re.sub(r"^(https?://)(?:[^/?]*@)?([^?]*).*", r"\1\2", address)
 
 
 async def llm_message(server, task, history):
@@ -652,8 +647,7 @@ async def llm_reply(server, task, history):
             url = "data:image/png;base64," + base64.b64encode(page["png"]).decode()
             content.append({"type": "image_url", "image_url": {"url": url}})
     message = await server.chat([{"role": "user", "content": content}])
-    # what is behind would be cut anyway, and redact takes long for it
-    own = first_speech(message["output"][:10 * kind.reply_chars])
+    own = first_speech(message["output"])
     reply = own if kind.shows_pages else redact(own, task)
     # truncation matters only if it is in the part that the agent reads
     if "cut" in message and message["output"].endswith(own) and len(reply) < kind.reply_chars:
