@@ -344,9 +344,9 @@ class Critic:
 class TransformersEngine:
     """Samples with transformers in this process: a forward reads one token of all messages.
 
-    The batch has a row for each message. A prompt is read once, then its keys and values are copied
-    into the rows of its messages. Ended messages leave the batch, and those of new requests join. A
-    step ends when a request does.
+    A row of the batch is a message that is being sampled. A prompt is read once, then its keys and
+    values are copied into the rows of its messages. Ended rows leave the batch, and those of new
+    requests join. A step ends when a request does.
 
     The same key gives the same message unless rounding, which depends on the batch, flips a token:
     with SmolLM2-135M this happens to about one message in ten, and more often to long ones.
@@ -361,13 +361,13 @@ class TransformersEngine:
         self.args, self.stop = args, stop
         self.waiting, self.running = [], []  # requests
         self.step = None  # the task of the last step
-        self.actions = []  # the action of each row
+        self.rows = []  # the batch
         self.mask = self.cache = None  # (R, W), 0 for padding; the rows' keys and values
 
     async def __call__(self, prompt, keys, max_new):
-        actions = [SimpleNamespace(rng=rng(*key), ids=[], logps=[], max_new=max_new, ended=False)
-                   for key in keys]
-        request = SimpleNamespace(prompt=tuple(prompt), actions=actions, result=None,
+        rows = [SimpleNamespace(rng=rng(*key), ids=[], logps=[], max_new=max_new, ended=False)
+                for key in keys]
+        request = SimpleNamespace(prompt=tuple(prompt), rows=rows, result=None,
                                   size=len(prompt) + max_new)
         self.waiting.append(request)
         if self.step is None or self.step.done():
@@ -388,7 +388,7 @@ class TransformersEngine:
         try:
             await asyncio.get_running_loop().run_in_executor(COMPUTE_THREAD, self.compute, new)
         except Exception:  # it reaches the episodes of all requests, which await this step
-            self.waiting, self.running, self.actions = [], [], []
+            self.waiting, self.running, self.rows = [], [], []
             raise
         self.running = [request for request in self.running if request.result is None]
         if self.waiting or self.running:
@@ -397,12 +397,12 @@ class TransformersEngine:
     def admit(self):
         """Removes and returns the waiting requests that fit, at least one if none is running."""
         # wait until the new messages are a quarter of the batch, so that prompts are read together
-        if sum(len(request.actions) for request in self.waiting) < len(self.actions) / 4:
+        if sum(len(request.rows) for request in self.waiting) < len(self.rows) / 4:
             return []
         new = []
         while self.waiting:
             batch = [*self.running, *new, self.waiting[0]]
-            tokens = max(r.size for r in batch) * sum(len(r.actions) for r in batch)  # at most
+            tokens = max(r.size for r in batch) * sum(len(r.rows) for r in batch)  # at most
             if len(batch) > 1 and tokens > self.args.max_batch_tokens:
                 break
             new.append(self.waiting.pop(0))
@@ -410,66 +410,66 @@ class TransformersEngine:
 
     @torch.no_grad()
     def compute(self, new):
-        """Starts the new requests, then samples a token per action until a request is complete."""
+        """Starts the new requests, then samples a token per row until a request is complete."""
         if new:
             self.read_prompts(new)
         ended = []
         while not ended:
-            ended = [r for r in self.running if all(action.ended for action in r.actions)]
+            ended = [r for r in self.running if all(row.ended for row in r.rows)]
             if not ended:
                 self.read_last_tokens()
         for request in ended:
-            request.result = [(action.ids, action.logps) for action in request.actions]
+            request.result = [(row.ids, row.logps) for row in request.rows]
 
     def read_prompts(self, new):
         """Adds the new requests' rows to the batch, and samples their first tokens."""
-        different = dict.fromkeys(request.prompt for request in new)  # P prompts
-        prompts = {prompt: row for row, prompt in enumerate(different)}
+        prompts = [*dict.fromkeys(request.prompt for request in new)]  # P different ones
+        index = {prompt: i for i, prompt in enumerate(prompts)}
         padded = pad_sequence([*map(torch.tensor, prompts)], True, -1, "left").to(DEVICE)
         mask, cache = (padded >= 0).long(), DynamicCache()  # (P, L)
         positions = (mask.cumsum(1) - 1).clamp(0)  # (P, L)
         logits = self.lm(input_ids=padded.clamp(0), attention_mask=mask, logits_to_keep=1,
                          position_ids=positions, past_key_values=cache).logits[:, 0]
-        actions = [action for request in new for action in request.actions]
-        prompt_of = [prompts[request.prompt] for request in new for _ in request.actions]
+        prompt_of = [index[request.prompt] for request in new for _ in request.rows]
         cache.batch_select_indices(prompt_of)
         mask = mask[prompt_of]
-        if self.actions:  # join the rows that are running
+        if self.rows:  # join those that are running
             mask = join(self.mask[..., None], mask[..., None])[..., 0]
             for layer, old in zip(cache.layers, self.cache.layers):
                 layer.keys = join(old.keys, layer.keys)
                 layer.values = join(old.values, layer.values)
-        self.actions, self.mask, self.cache = self.actions + actions, mask, cache
-        self.append_tokens(logits, prompt_of, actions)
+        rows = [row for request in new for row in request.rows]
+        self.rows, self.mask, self.cache = self.rows + rows, mask, cache
+        self.append_tokens(logits[prompt_of], rows)
 
     def read_last_tokens(self):
         """Reads the last token of each row, and samples the next one."""
-        ids = torch.tensor([[action.ids[-1]] for action in self.actions], device=DEVICE)
-        is_live = torch.tensor([[not a.ended] for a in self.actions], device=DEVICE)
+        ids = torch.tensor([[row.ids[-1]] for row in self.rows], device=DEVICE)
+        is_live = torch.tensor([[not row.ended] for row in self.rows], device=DEVICE)
         self.mask = pad(self.mask, (0, 1), value=1)  # (R, W)
         # position 0 for ended rows, because their own may exceed the model's maximum
         positions = (self.mask.sum(1, True) - 1) * is_live  # (R, 1)
         logits = self.lm(input_ids=ids, attention_mask=self.mask, position_ids=positions,
                          past_key_values=self.cache).logits[:, 0]  # (R, V)
-        self.append_tokens(logits, range(len(ids)), self.actions)
+        self.append_tokens(logits, self.rows)
 
-    def append_tokens(self, logits, rows, actions):
-        """Samples the next token of each action, from its row of logits, if it has not ended."""
-        live = [(row, action) for row, action in zip(rows, actions) if not action.ended]
-        tokens, logps = self.sample(logits[[row for row, _ in live]],
-                                    [action.rng for _, action in live])
-        for (_, action), token, logp in zip(live, tokens.tolist(), logps.tolist()):
-            action.ids.append(token)
-            action.logps.append(logp)
-            action.ended = token in self.stop or len(action.ids) == action.max_new
+    def append_tokens(self, logits, rows):
+        """Samples the next token of each row that has not ended, from its logits."""
+        live = [i for i, row in enumerate(rows) if not row.ended]
+        tokens, logps = self.sample(logits[live], [rows[i].rng for i in live])
+        for i, token, logp in zip(live, tokens.tolist(), logps.tolist()):
+            row = rows[i]
+            row.ids.append(token)
+            row.logps.append(logp)
+            row.ended = token in self.stop or len(row.ids) == row.max_new
         self.drop_ended_rows()
 
     def drop_ended_rows(self):
         """Drops ended rows of the batch, and padding, once that frees an eighth of it."""
-        kept = [row for row, action in enumerate(self.actions) if not action.ended]
+        kept = [i for i, row in enumerate(self.rows) if not row.ended]
         first = self.mask[kept].any(0).long().argmax()  # before it, all kept rows have padding
         if self.mask[kept, first:].numel() <= 7 / 8 * self.mask.numel():
-            self.actions = [self.actions[row] for row in kept]
+            self.rows = [self.rows[i] for i in kept]
             self.mask = self.mask[kept, first:]
             for layer in self.cache.layers:
                 layer.keys = layer.keys[kept, :, first:]

@@ -54,7 +54,7 @@ def test_draws_are_those_of_separate_forwards_in_any_company(family, monkeypatch
             again |= play(engine, part)
         tokens = lambda played: {key: [a for a, _ in of] for key, (_, of) in played.items()}
         assert tokens(again) == tokens(together)
-    assert not engine.actions and not engine.running and not engine.waiting
+    assert not engine.rows and not engine.running and not engine.waiting
     lm.set_attn_implementation("sdpa")
     lengths = set()
     for prompt, drawn in together.values():
@@ -163,7 +163,7 @@ def test_an_error_costs_the_requests_under_way_and_no_others(family, monkeypatch
     def check(played):
         for key, (_, drawn) in played.items():
             assert [a for a, _ in drawn] == [a for a, _ in want[key][1]]
-        assert not engine.actions and not engine.running and not engine.waiting
+        assert not engine.rows and not engine.running and not engine.waiting
     monkeypatch.setattr(lm, "forward", failing)
     check(play(engine, range(6)))
     n_forwards, failed = -left[0], set()
