@@ -75,7 +75,8 @@ def get_args(argv=None):
                    "that is truncated is removed")
     g = p.add_argument_group("human")
     g.add_argument("--human", metavar="WHO", help="https://.../v1 of an LLM (key: OPENAI_API_KEY), "
-                   "fixed:TEXT, or a FILE.py that defines reply(task, history), which may be async")
+                   "fixed:TEXT, or a FILE.py that defines reply(task, history); unless that is "
+                   "async, all other episodes wait for it")
     g.add_argument("--human_params", type=json.loads, default="{}", metavar="JSON", help="the "
                    "LLM's request parameters, besides temperature 0 and max_tokens 1024; null "
                    'removes one, "model" chooses one of several')
@@ -658,7 +659,6 @@ async def llm_message(server, task, history):
 # It reads the hidden information, and sees web pages. The agent sees only what it says in its own
 # name, without quotes of the reference.
 
-RENDER_FAILED_REPLY = "i can't see your page: {}"
 # A speaker's name at the start of a line, such as "You: ", "**Assistant:** " or "### Human:"
 SPEAKER = re.compile(
     r"^ ?(?:[#>]+ )?[*_\[]*(?:the |ai )?(?:you|user|human|colleague|assistant|agent|ai)[*_\]]*:"
@@ -667,21 +667,21 @@ SPEAKER = re.compile(
 
 async def llm_reply(server, task, history):
     """Returns the reply of a chat model as the human."""
-    kind, content = environment(task), human_prompt(task, history)
-    if kind.shows_pages:
+    env, content = environment(task), human_prompt(task, history)
+    if env.shows_pages:
         try:
             pages = await asyncio.to_thread(renderer().render_pair, task, history[-1]["content"])
         except RenderError as e:
-            return RENDER_FAILED_REPLY.format(e)
+            return f"i can't see your page: {e}"
         content = [{"type": "text", "text": content}]
         for page in pages:
             url = "data:image/png;base64," + base64.b64encode(page["png"]).decode()
             content.append({"type": "image_url", "image_url": {"url": url}})
     message = await server.chat([{"role": "user", "content": content}])
     own = first_speech(message["output"])
-    reply = own if kind.shows_pages else redact(own, task)
+    reply = own if env.shows_pages else redact(own, task)
     # truncation matters only if it is in the part that the agent reads
-    if "cut" in message and message["output"].endswith(own) and len(reply) < kind.reply_chars:
+    if "cut" in message and message["output"].endswith(own) and len(reply) < env.reply_chars:
         raise ValueError("the reply is truncated: start a new file with other --human_params, such "
                          'as {"max_tokens": 4000}')
     return reply
@@ -730,8 +730,8 @@ def run_meta(args):
         del meta["model"], meta["seed"]
     for name in ("agent", "human", "critic"):
         meta[name] = fingerprint(meta[name])
-    prompts = [(ANSWER, OUTPUT, kind.agent_prompt, kind.human_prompt)
-               for kind in ENVIRONMENTS.values()]
+    prompts = [(ANSWER, OUTPUT, env.agent_prompt, env.human_prompt)
+               for env in ENVIRONMENTS.values()]
     return meta | {"version": version(), "prompts": digest(prompts)}
 
 
@@ -824,9 +824,9 @@ class Collector:
     def __init__(self, runner, jobs, emit):
         """emit: writes a record."""
         self.runner, self.emit, self.jobs = runner, emit, deque(jobs)
-        self.n_written = self.n_failed = self.n_failed_in_a_row = 0
         self.usage = Counter()
-        self.cut = []  # of each message and candidate, whether it was truncated
+        self.n = Counter()  # of episodes written and failed, of messages and those truncated
+        self.n_failed_in_a_row = 0
         self.bar = progress("episodes", total=len(self.jobs))
 
     async def worker(self):
@@ -850,10 +850,12 @@ class Collector:
         meta = {**record.get("meta", {}), **fields["meta"]}
         usage = usage + Counter(record.get("usage"))
         self.emit({**record, **fields, "usage": usage, "meta": meta})
-        self.n_written, self.n_failed_in_a_row = self.n_written + 1, 0
-        for message in agent_messages({**record, **fields}):
-            self.cut += [x.get("cut", False) for x in (message, *message.get("candidates", ()))]
+        self.n["written"] += 1
+        self.n_failed_in_a_row = 0
         self.bar.update()
+        for message in agent_messages({**record, **fields}):
+            for action in message, *message.get("candidates", ()):
+                self.n.update(messages=1, truncated=action.get("cut", False))
 
     def write_failure(self, record, sample, usage, e):
         """Prints why an episode failed, and writes it, unless its dialogue was given."""
@@ -864,7 +866,7 @@ class Collector:
         if not record.get("dialogue_history"):
             meta = {**record.get("meta", {}), **self.runner.meta}  # as that of a later episode
             self.emit({"task": task, "sample": sample, "failed": why, "usage": usage, "meta": meta})
-        self.n_failed += 1
+        self.n["failed"] += 1
         self.n_failed_in_a_row += not isinstance(e, ContextFull)
         if self.n_failed_in_a_row == MOST_FAILURES:
             say(f"{MOST_FAILURES} episodes in a row failed, so no further one starts")
@@ -882,12 +884,12 @@ async def collect(args, emit):
         jobs = [(record, i) for record, i in jobs if (record["task"]["id"], i) not in done]
     collector = Collector(runner, jobs, emit)
     await asyncio.gather(*(collector.worker() for _ in range(args.concurrency)))
-    percent = 100 * sum(collector.cut) / max(1, len(collector.cut))
-    say(f"wrote {collector.n_written} episodes ({len(done)} more in the --resume file); "
-        f"{percent:.1f} % of messages truncated")
+    n = collector.n
+    say(f"wrote {n['written']} episodes ({len(done)} more in the --resume file); "
+        f"{100 * n['truncated'] / max(1, n['messages']):.1f} % of messages truncated")
     say(f"usage: {dict(collector.usage)}")
-    if collector.n_failed:
-        fail(f"{collector.n_failed} episodes failed; --resume FILE reruns them, and what is left")
+    if n["failed"]:
+        fail(f"{n['failed']} episodes failed; --resume FILE reruns them, and what is left")
 
 
 def main(args):
