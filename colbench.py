@@ -406,7 +406,8 @@ RECORD = {                 # an episode: its key is (task id, sample)
     "failure": str,        # why a page could not be rendered
     "reward_by": str,      # the rules or the model of the grader
     "value": float,        # by which the critic ranks episodes: the sum of advantages (eq. 2)
-    "failed": str,         # why there is no episode: the record has only its task, sample and meta
+    "failed": str,         # why there is no episode, nor any field but task, sample, usage and meta
+    "usage": {...: int},   # what it cost, such as {"human_prompt_tokens": 812}
     "comparison": str,     # preferences: only records with the same text are compared
     "meta": {              # how it was sampled
         "model_weights": str,

@@ -9,10 +9,9 @@
 human.py defines reply(task, history), which returns the human's next message. An episode is written
 as soon as it ends. A record that already has a dialogue gets candidates for its agent's messages.
 
-Below the flags, EpisodeRunner is the method: run_episode, and sample_turn with its candidates. A
-reader of the method may skip what follows: models in this process (batches, the critic, sampling
-with transformers), clients of servers, an LLM human's words, --resume, and the queue of all
-episodes.
+Below the flags, EpisodeRunner is the method: run_episode, and sample_turn with its candidates. Then
+come loading, sampling parameters, models in this process (the critic; batches of transformers),
+clients of servers, an LLM human, --resume, and the queue of all episodes.
 
 Left out on purpose: lock-step rollouts, where episodes wait for the slowest human; rewards, which
 the next stage adds; and paged attention and several GPUs, for which --engine takes a vLLM server.
@@ -32,9 +31,9 @@ import traceback
 from collections import Counter, deque
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from contextvars import ContextVar
 from pathlib import Path
 from types import SimpleNamespace
-from urllib.parse import urlsplit
 
 import openai
 import torch
@@ -45,8 +44,8 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
 from colbench import (ANSWER, ENVIRONMENTS, OUTPUT, RECORD, Episode, Renderer, RenderError, Seen,
-                      answered, check_shape, environment, human_prompt, read_records, settings,
-                      task_id, task_kind, without_thinking)
+                      agent_messages, answered, check_shape, environment, human_prompt,
+                      read_records, settings, task_id, task_kind, without_thinking)
 from model import (decode, find_model, load, load_lm, pi_and_ref_turns, reference_logps, render,
                    score, stop_ids, think_prefix, turn_actions, weights_digest)
 from train_critic import advantage, check_pi_ref, read_critic
@@ -76,7 +75,8 @@ def get_args(argv=None):
                    "that is truncated is removed")
     g = p.add_argument_group("human")
     g.add_argument("--human", metavar="WHO", help="https://.../v1 of an LLM (key: OPENAI_API_KEY), "
-                   "fixed:TEXT, or a FILE.py that defines reply(task, history), which may be async")
+                   "fixed:TEXT, or a FILE.py that defines reply(task, history); unless that is "
+                   "async, all other episodes wait for it")
     g.add_argument("--human_params", type=json.loads, default="{}", metavar="JSON", help="the "
                    "LLM's request parameters, besides temperature 0 and max_tokens 1024; null "
                    'removes one, "model" chooses one of several')
@@ -139,32 +139,33 @@ def check_args(args):
 
 # --- an episode -----------------------------------------------------------------------------------
 
+USAGE = ContextVar("usage", default=Counter())  # of the running episode: see colbench.RECORD
+
+
 class ContextFull(ValueError):
     """The dialogue leaves no room in the model's context for another message."""
 
 
 class EpisodeRunner:
-    """Runs episodes. Calls these functions, of which the engine is async and the others may be:
+    """Runs episodes. It calls these functions, of which `engine` is async and the others may be:
 
         await engine(prompt_ids, keys, max_new)  [(token_ids, logprobs)], one message per key
         act(task, history)                       instead of the engine: the message of --agent
         reply(task, history)                     the human's reply
         critic(task, history, actions)           one advantage per action
 
-    A key starts with (seed, task id, sample), and seeds its message. A message has at most max_new
-    tokens, the last of them in `stop` unless it is truncated. Its log-probs are those of the
-    sampling distribution, after --temperature and --top_p.
+    A key names a message and seeds it; it starts with (seed, task id, sample, turn). A message has
+    at most max_new tokens, the last of them in `stop` unless it is truncated. Its log-probs are
+    those of the distribution that is sampled (see sampling_logps).
+
+    load_runner sets the functions, and what they need of --model: `tokenizer`, `stop`,
+    `max_context`, and `opening` (see model.think_prefix).
     """
+    act = engine = reply = critic = None
+    opening = ""
 
     def __init__(self, args):
-        self.args = args
-        self.act = self.critic = None  # load() sets the functions
-        self.totals = Counter()
-        self.servers = {}  # {"agent" or "human": Server}
-        self.meta = run_meta(args)
-        self.opening = ""  # see model.think_prefix
-        if not args.agent:
-            self.load_tokenizer()
+        self.args, self.meta = args, run_meta(args)
 
     async def run_episode(self, task, sample):
         """Runs one episode; returns the new fields of its record."""
@@ -180,7 +181,7 @@ class EpisodeRunner:
                 break
             episode.act(message)
             if not episode.ended:
-                episode.reply(await self.human_reply(task, episode.history))
+                episode.reply(await call_user_function(self.reply, task, episode.history))
         return {"sample": sample, **episode.fields(), "meta": self.meta}
 
     async def next_message(self, task, history, key):
@@ -192,7 +193,6 @@ class EpisodeRunner:
             check_shape(message, RECORD["dialogue_history"][0], "act()'s message")
             if "output" not in message:
                 raise ValueError("act()'s message has no 'output'")
-            self.totals.update(actions=1, truncated=bool(message.get("cut")))
             return message
         actions, candidates = await self.sample_turn(history, key, self.args.best_of)
         message = actions[0]
@@ -221,6 +221,10 @@ class EpisodeRunner:
         if max_new <= 0:
             raise ContextFull(f"the context is full: {len(prompt)} of {self.max_context} tokens")
         sampled = await self.engine(prompt, keys, max_new)
+        n_tokens = [len(ids) for ids, _ in sampled]
+        USAGE.get().update(agent_prompt_tokens=len(prompt),
+                           agent_completion_tokens=sum(n_tokens[:n_actions]),
+                           candidates_completion_tokens=sum(n_tokens[n_actions:]))
         actions = [self.as_action(ids, logprobs) for ids, logprobs in sampled]
         candidates = actions[n_actions:]
         for candidate in candidates:  # only the sum, to save space
@@ -238,12 +242,7 @@ class EpisodeRunner:
                   "logprobs": [round(x, 6) for x in logprobs]}
         if ids[-1] not in self.stop:
             action["cut"] = True
-        self.totals.update(actions=1, truncated="cut" in action)
         return action
-
-    async def human_reply(self, task, history):
-        """Returns the human's reply to the last message."""
-        return await call_user_function(self.reply, task, history)
 
     async def add_candidates(self, record, sample):
         """Samples candidates for a dialogue's messages; returns the new fields of its record."""
@@ -258,59 +257,118 @@ class EpisodeRunner:
         meta = {"thinking": self.args.thinking, "candidates_meta": self.meta}  # beside the old meta
         return {"sample": sample, "answered": answered(record), "meta": meta}
 
-    # loading
 
-    def load_tokenizer(self):
-        """Loads the tokenizer of --model, and reads what the episodes need of its configuration."""
-        args = self.args
-        folder, self.tokenizer, config = find_model(args.model, weights=not args.engine)
-        config = config.get_text_config()
-        self.max_context = getattr(config, "max_position_embeddings", None) or math.inf
-        with fail_on_error(f"the chat template of --model {args.model} can't be used"):
-            self.stop = stop_ids(self.tokenizer, folder)
-            self.opening = think_prefix(self.tokenizer, args.thinking)
-        self.meta["model_weights"] = weights_digest(folder)
+# --- loading --------------------------------------------------------------------------------------
 
-    async def load(self):
-        """Asks servers which model they serve, then loads the local models; returns self."""
-        args = self.args
-        if args.human:
-            params = {"temperature": 0, "max_tokens": 1024, **args.human_params}
-            self.reply = await self.load_role("human", args.human, "reply", llm_reply, params)
-        if args.agent:
-            params = {"temperature": args.temperature, "top_p": args.top_p,
-                      "max_tokens": args.max_tokens, **args.agent_params}
-            self.act = await self.load_role("agent", args.agent, "act", llm_message, params)
-        elif args.engine:
-            server = self.servers["engine"] = Server(args, "engine", args.engine, vllm_params(
-                args, self.stop))
-            self.engine = server.complete
-            self.max_context = min(self.max_context, await server.find_model(args.model))
-        else:
-            self.engine = TransformersEngine(args, self.stop)
-        if args.critic and args.critic.endswith(".py"):
-            self.critic = load_function(args.critic, "advantages")
-        elif args.critic:
-            self.critic = Critic(args).advantages
-        return self
+async def load_runner(args):
+    """Returns an EpisodeRunner. Asks servers which model they serve, then loads local models."""
+    runner = EpisodeRunner(args)
+    if not args.agent:
+        load_tokenizer(runner)
+    if args.human:
+        params = {"temperature": 0, "max_tokens": 1024, **args.human_params}
+        runner.reply = await load_role(runner, "human", "reply", llm_reply, params)
+    if args.agent:
+        params = {"temperature": args.temperature, "top_p": args.top_p,
+                  "max_tokens": args.max_tokens, **args.agent_params}
+        runner.act = await load_role(runner, "agent", "act", llm_message, params)
+    elif args.engine:
+        server = Server(args, "engine", args.engine, vllm_params(args, runner.stop))
+        runner.max_context = min(runner.max_context, await server.choose_model(args.model))
+        runner.engine = server.complete
+    else:
+        runner.engine = TransformersEngine(args, runner.stop)
+    if args.critic and args.critic.endswith(".py"):
+        runner.critic = load_function(args.critic, "advantages")
+    elif args.critic:
+        runner.critic = Critic(args).advantages
+    return runner
 
-    async def load_role(self, role, who, name, llm_function, params):
-        """Returns the function `name` of `who`, which is the --human or --agent.
 
-        For a server it is llm_function; params are those of its requests, null for none.
-        """
-        if who.startswith(("http://", "https://")):
-            body = {name: value for name, value in params.items() if value is not None}
-            server = self.servers[role] = Server(self.args, role, who, body)
-            if "model" not in body:
-                await server.find_model()
-            self.meta[f"{role}_model"] = body["model"]
-            return functools.partial(llm_function, server)
-        if who.startswith("fixed:"):
-            return lambda task, history: who.removeprefix("fixed:")
-        if who.endswith(".py"):
-            return load_function(who, name)
-        fail(f"--{role} {who}: give the http://host:port/v1 of an LLM, fixed:TEXT or FILE.py")
+def load_tokenizer(runner):
+    """Loads the tokenizer of --model, and what the episodes need of its configuration."""
+    args = runner.args
+    folder, runner.tokenizer, config = find_model(args.model, weights=not args.engine)
+    config = config.get_text_config()
+    runner.max_context = getattr(config, "max_position_embeddings", None) or math.inf
+    with fail_on_error(f"the chat template of --model {args.model} can't be used"):
+        runner.stop = stop_ids(runner.tokenizer, folder)
+        runner.opening = think_prefix(runner.tokenizer, args.thinking)
+    runner.meta["model_weights"] = weights_digest(folder)
+
+
+async def load_role(runner, role, function, llm_function, params):
+    """Returns what plays the --agent or --human: a file's function, or for a server llm_function.
+
+    role: "agent" or "human". params: of the server's requests; null removes one.
+    """
+    who = getattr(runner.args, role)
+    if who.startswith(("http://", "https://")):
+        params = {name: value for name, value in params.items() if value is not None}
+        server = Server(runner.args, role, who, params)
+        if "model" not in params:
+            await server.choose_model()
+        runner.meta[f"{role}_model"] = params["model"]
+        return functools.partial(llm_function, server)
+    if who.startswith("fixed:"):
+        return lambda task, history: who.removeprefix("fixed:")
+    if who.endswith(".py"):
+        return load_function(who, function)
+    fail(f"--{role} {who}: give the http://host:port/v1 of an LLM, fixed:TEXT or FILE.py")
+
+
+def load_function(file, name):
+    """Returns the function `name` that a Python file defines; it may be async."""
+    sys.path.append(os.path.dirname(os.path.abspath(file)))  # so that it can import its neighbours
+    namespace = runpy.run_path(file)
+    if name not in namespace:
+        fail(f"{file} defines no {name}()")
+    return namespace[name]
+
+
+async def call_user_function(function, *args):
+    """Calls an agent, human or critic, which may be async, with copies, which it may change.
+
+    While a function that is not async runs, all other episodes wait.
+    """
+    result = function(*private_copy(args))
+    return await result if inspect.isawaitable(result) else result
+
+
+# --- sampling -------------------------------------------------------------------------------------
+#
+# Another parameter, such as min_p, is a flag and some lines here: for vLLM and for transformers.
+
+def vllm_params(args, stop):
+    """Returns the parameters of requests to --engine."""
+    return {"temperature": args.temperature, "top_p": args.top_p, "top_k": 0, "min_p": 0,
+            "repetition_penalty": 1, "stop_token_ids": sorted(stop), "skip_special_tokens": False,
+            "logprobs": 0, "return_token_ids": True}
+
+
+def sampling_logps(args, logits):
+    """Returns the log-probs of the distribution to sample from, (R, V), given a model's logits."""
+    logps = (logits.float() / (args.temperature or 1)).log_softmax(-1)  # (R, V)
+    if args.top_p < 1 and args.temperature:
+        ordered, tokens = logps.sort(descending=True)
+        tail = ordered.exp().cumsum(-1) - ordered.exp() >= args.top_p  # (R, V), in sorted order
+        tail = torch.zeros_like(tail).scatter(-1, tokens, tail)  # in the vocabulary's order
+        logps = logps.masked_fill(tail, -math.inf).log_softmax(-1)
+    return logps
+
+
+def sample(args, logits, generators):
+    """Samples a token per row of logits, (R, V); returns tokens and log-probs, both (R,)."""
+    logps = sampling_logps(args, logits)
+    if args.temperature:
+        # inverse transform sampling: u is uniform in [0, 1), also after rounding to fp32
+        u = torch.tensor([[g.random() * (1 - 2 ** -24)] for g in generators], device=logits.device)
+        cdf = logps.exp().cumsum(-1)  # (R, V)
+        token = torch.searchsorted(cdf, u * cdf[:, -1:], right=True)  # (R, 1)
+        token = token.clamp(max=cdf.shape[1] - 1)  # NaN logits give an index past the end
+    else:
+        token = logps.argmax(-1, keepdim=True)
+    return token[:, 0], logps.gather(1, token)[:, 0]
 
 
 # --- models in this process -----------------------------------------------------------------------
@@ -327,11 +385,11 @@ class Critic:
     """
 
     def __init__(self, args):
-        flags = {"model": args.model, "ref_context": "agent", **read_critic(args.critic)}
-        check_pi_ref(args.critic, flags["model"])
-        self.ref_reads_c, self.thinking = flags["ref_context"] == "hidden", args.thinking
+        critic = read_critic(args.critic) or {"model": args.model, "ref_context": "agent"}
+        check_pi_ref(args.critic, critic["model"])
+        self.ref_reads_c, self.thinking = critic["ref_context"] == "hidden", args.thinking
         self.pi, self.tokenizer = load(args.critic, DEVICE, args.dtype)
-        self.pi_ref, _ = load(flags["model"], DEVICE, args.dtype)
+        self.pi_ref, _ = load(critic["model"], DEVICE, args.dtype)
 
     def advantages(self, task, history, actions):
         record = {"task": task, "meta": {"thinking": self.thinking}}
@@ -345,9 +403,9 @@ class Critic:
 class TransformersEngine:
     """Samples with transformers in this process: a forward reads one token of all messages.
 
-    The batch has a row for each message. A prompt is read once, then its keys and values are copied
-    into the rows of its messages. Ended messages leave the batch, and those of new requests join. A
-    step ends when a request does.
+    A row of the batch is a message that is being sampled. A prompt is read once, then its keys and
+    values are copied into the rows of its messages. Ended rows leave the batch, and those of new
+    requests join. A step ends when a request does.
 
     The same key gives the same message unless rounding, which depends on the batch, flips a token:
     with SmolLM2-135M this happens to about one message in ten, and more often to long ones.
@@ -362,13 +420,13 @@ class TransformersEngine:
         self.args, self.stop = args, stop
         self.waiting, self.running = [], []  # requests
         self.step = None  # the task of the last step
-        self.actions = []  # the action of each row
+        self.rows = []  # the batch
         self.mask = self.cache = None  # (R, W), 0 for padding; the rows' keys and values
 
     async def __call__(self, prompt, keys, max_new):
-        actions = [SimpleNamespace(rng=rng(*key), ids=[], logps=[], max_new=max_new, ended=False)
-                   for key in keys]
-        request = SimpleNamespace(prompt=tuple(prompt), actions=actions, result=None,
+        rows = [SimpleNamespace(rng=rng(*key), ids=[], logps=[], max_new=max_new, ended=False)
+                for key in keys]
+        request = SimpleNamespace(prompt=tuple(prompt), rows=rows, result=None,
                                   size=len(prompt) + max_new)
         self.waiting.append(request)
         if self.step is None or self.step.done():
@@ -389,7 +447,7 @@ class TransformersEngine:
         try:
             await asyncio.get_running_loop().run_in_executor(COMPUTE_THREAD, self.compute, new)
         except Exception:  # it reaches the episodes of all requests, which await this step
-            self.waiting, self.running, self.actions = [], [], []
+            self.waiting, self.running, self.rows = [], [], []
             raise
         self.running = [request for request in self.running if request.result is None]
         if self.waiting or self.running:
@@ -398,12 +456,12 @@ class TransformersEngine:
     def admit(self):
         """Removes and returns the waiting requests that fit, at least one if none is running."""
         # wait until the new messages are a quarter of the batch, so that prompts are read together
-        if sum(len(request.actions) for request in self.waiting) < len(self.actions) / 4:
+        if sum(len(request.rows) for request in self.waiting) < len(self.rows) / 4:
             return []
         new = []
         while self.waiting:
             batch = [*self.running, *new, self.waiting[0]]
-            tokens = max(r.size for r in batch) * sum(len(r.actions) for r in batch)  # at most
+            tokens = max(r.size for r in batch) * sum(len(r.rows) for r in batch)  # at most
             if len(batch) > 1 and tokens > self.args.max_batch_tokens:
                 break
             new.append(self.waiting.pop(0))
@@ -411,89 +469,70 @@ class TransformersEngine:
 
     @torch.no_grad()
     def compute(self, new):
-        """Starts the new requests, then samples a token per action until a request is complete."""
+        """Starts the new requests, then samples a token per row until a request is complete."""
         if new:
             self.read_prompts(new)
         ended = []
         while not ended:
-            ended = [r for r in self.running if all(action.ended for action in r.actions)]
+            ended = [r for r in self.running if all(row.ended for row in r.rows)]
             if not ended:
                 self.read_last_tokens()
         for request in ended:
-            request.result = [(action.ids, action.logps) for action in request.actions]
+            request.result = [(row.ids, row.logps) for row in request.rows]
 
     def read_prompts(self, new):
         """Adds the new requests' rows to the batch, and samples their first tokens."""
-        different = dict.fromkeys(request.prompt for request in new)  # P prompts
-        prompts = {prompt: row for row, prompt in enumerate(different)}
+        prompts = [*dict.fromkeys(request.prompt for request in new)]  # P different ones
+        index = {prompt: i for i, prompt in enumerate(prompts)}
         padded = pad_sequence([*map(torch.tensor, prompts)], True, -1, "left").to(DEVICE)
         mask, cache = (padded >= 0).long(), DynamicCache()  # (P, L)
         positions = (mask.cumsum(1) - 1).clamp(0)  # (P, L)
         logits = self.lm(input_ids=padded.clamp(0), attention_mask=mask, logits_to_keep=1,
                          position_ids=positions, past_key_values=cache).logits[:, 0]
-        actions = [action for request in new for action in request.actions]
-        prompt_of = [prompts[request.prompt] for request in new for _ in request.actions]
+        prompt_of = [index[request.prompt] for request in new for _ in request.rows]
         cache.batch_select_indices(prompt_of)
         mask = mask[prompt_of]
-        if self.actions:  # join the rows that are running
+        if self.rows:  # join those that are running
             mask = join(self.mask[..., None], mask[..., None])[..., 0]
             for layer, old in zip(cache.layers, self.cache.layers):
                 layer.keys = join(old.keys, layer.keys)
                 layer.values = join(old.values, layer.values)
-        self.actions, self.mask, self.cache = self.actions + actions, mask, cache
-        self.append_tokens(logits, prompt_of, actions)
+        rows = [row for request in new for row in request.rows]
+        self.rows, self.mask, self.cache = self.rows + rows, mask, cache
+        self.append_tokens(logits[prompt_of], rows)
 
     def read_last_tokens(self):
         """Reads the last token of each row, and samples the next one."""
-        ids = torch.tensor([[action.ids[-1]] for action in self.actions], device=DEVICE)
-        is_live = torch.tensor([[not a.ended] for a in self.actions], device=DEVICE)
+        ids = torch.tensor([[row.ids[-1]] for row in self.rows], device=DEVICE)
+        is_live = torch.tensor([[not row.ended] for row in self.rows], device=DEVICE)
         self.mask = pad(self.mask, (0, 1), value=1)  # (R, W)
         # position 0 for ended rows, because their own may exceed the model's maximum
         positions = (self.mask.sum(1, True) - 1) * is_live  # (R, 1)
         logits = self.lm(input_ids=ids, attention_mask=self.mask, position_ids=positions,
                          past_key_values=self.cache).logits[:, 0]  # (R, V)
-        self.append_tokens(logits, range(len(ids)), self.actions)
+        self.append_tokens(logits, self.rows)
 
-    def append_tokens(self, logits, rows, actions):
-        """Samples the next token of each action, from its row of logits, if it has not ended."""
-        live = [(row, action) for row, action in zip(rows, actions) if not action.ended]
-        tokens, logps = self.sample(logits[[row for row, _ in live]],
-                                    [action.rng for _, action in live])
-        for (_, action), token, logp in zip(live, tokens.tolist(), logps.tolist()):
-            action.ids.append(token)
-            action.logps.append(logp)
-            action.ended = token in self.stop or len(action.ids) == action.max_new
+    def append_tokens(self, logits, rows):
+        """Samples the next token of each row that has not ended, from its logits."""
+        live = [i for i, row in enumerate(rows) if not row.ended]
+        tokens, logps = sample(self.args, logits[live], [rows[i].rng for i in live])
+        for i, token, logp in zip(live, tokens.tolist(), logps.tolist()):
+            row = rows[i]
+            row.ids.append(token)
+            row.logps.append(logp)
+            row.ended = token in self.stop or len(row.ids) == row.max_new
         self.drop_ended_rows()
 
     def drop_ended_rows(self):
         """Drops ended rows of the batch, and padding, once that frees an eighth of it."""
-        kept = [row for row, action in enumerate(self.actions) if not action.ended]
+        kept = [i for i, row in enumerate(self.rows) if not row.ended]
         first = self.mask[kept].any(0).long().argmax()  # before it, all kept rows have padding
         if self.mask[kept, first:].numel() <= 7 / 8 * self.mask.numel():
-            self.actions = [self.actions[row] for row in kept]
+            self.rows = [self.rows[i] for i in kept]
             self.mask = self.mask[kept, first:]
             for layer in self.cache.layers:
                 layer.keys = layer.keys[kept, :, first:]
                 layer.values = layer.values[kept, :, first:]
-
-    def sample(self, logits, generators):
-        """Samples a token per row of logits, (R, V); returns tokens and log-probs, both (R,)."""
-        temperature, top_p = self.args.temperature, self.args.top_p
-        logps = (logits.float() / (temperature or 1)).log_softmax(-1)  # (R, V)
-        if top_p < 1 and temperature:
-            ordered, tokens = logps.sort(descending=True)
-            tail = ordered.exp().cumsum(-1) - ordered.exp() >= top_p  # (R, V), in sorted order
-            tail = torch.zeros_like(tail).scatter(-1, tokens, tail)  # in the vocabulary's order
-            logps = logps.masked_fill(tail, -math.inf).log_softmax(-1)
-        if temperature:
-            # inverse transform sampling: u is uniform in [0, 1), also after rounding to fp32
-            u = torch.tensor([[g.random() * (1 - 2 ** -24)] for g in generators], device=DEVICE)
-            cdf = logps.exp().cumsum(-1)  # (R, V)
-            token = torch.searchsorted(cdf, u * cdf[:, -1:], right=True)  # (R, 1)
-            token = token.clamp(max=cdf.shape[1] - 1)  # NaN logits give an index past the end
-        else:
-            token = logps.argmax(-1, keepdim=True)
-        return token[:, 0], logps.gather(1, token)[:, 0]
 
 
 def join(a, b):
@@ -523,18 +562,16 @@ AttentionMaskInterface.register("grouped", sdpa_mask)
 
 API_KEYS = {"agent": ["AGENT_API_KEY", "OPENAI_API_KEY"], "human": ["OPENAI_API_KEY"],
             "engine": ["VLLM_API_KEY"]}  # environment variables; the first that is set counts
-MOST_CHARS = 10 ** 5  # of a chat model's text, which regexes search
 
 
 class Server:
     """A client of an OpenAI-compatible server, for two kinds of requests: chat and complete.
 
-    body: the fields that all requests share. usage: the number of requests, of tokens, and of
-    replies by each model, because a router may choose another one than was asked for.
+    body: the fields that all requests share.
     """
 
     def __init__(self, args, role, url, body):
-        self.name, self.body, self.usage = without_secrets(url), body, Counter()
+        self.role, self.name, self.body = role, without_secrets(url), body
         self.timeout = args.timeout
         key = next(filter(None, map(os.environ.get, API_KEYS[role])), "none")
         # a redirect could carry the key and the hidden information to another host
@@ -543,7 +580,7 @@ class Server:
             timeout=openai.Timeout(args.timeout, connect=30),
             http_client=openai.DefaultAsyncHttpxClient(follow_redirects=False))
 
-    async def find_model(self, wanted=None):
+    async def choose_model(self, wanted=None):
         """Sets body["model"] to the wanted one, or to the only one that is served.
 
         Returns the length of its context, if the server reports it.
@@ -563,26 +600,26 @@ class Server:
         return served[name] or math.inf
 
     async def post(self, path, **body):
-        """Returns the server's reply to a request, and counts it; OSError if there is none."""
+        """Returns the server's reply to a request; OSError if there is none."""
         try:
             async with asyncio.timeout(self.timeout):
-                reply = await self.client.post(path, cast_to=object, body={**self.body, **body})
+                return await self.client.post(path, cast_to=object, body={**self.body, **body})
         except TimeoutError:
             raise OSError(f"{self.name}: no reply within --timeout") from None
         except openai.OpenAIError as e:
             raise OSError(f"{self.name}: {str(e.__cause__ or e)[:300]}") from None
-        usage = reply.get("usage") or {}
-        self.usage.update({"requests": 1, "prompt tokens": usage.get("prompt_tokens") or 0,
-                           "completion tokens": usage.get("completion_tokens") or 0,
-                           f"replies by {reply.get('model')}": 1})
-        return reply
 
     async def chat(self, messages):
         """Returns the message that a chat model sends, without thoughts (see colbench.ACTION)."""
         reply = await self.post("/chat/completions", messages=messages)
-        choice, usage = reply["choices"][0], reply.get("usage") or {}
+        usage = reply.get("usage") or {}
+        # which model replied, because a router may choose another one than was asked for
+        USAGE.get().update({f"{self.role}_replies_by_{reply.get('model')}": 1,
+                            f"{self.role}_prompt_tokens": usage.get("prompt_tokens") or 0,
+                            f"{self.role}_completion_tokens": usage.get("completion_tokens") or 0})
+        choice = reply["choices"][0]
         reason, text = choice["finish_reason"], choice["message"]["content"] or ""
-        text = without_thinking(text)[:MOST_CHARS]
+        text = without_thinking(text)
         if not text or reason in ("content_filter", "error"):
             raise ValueError(f"the reply is empty or incomplete: {reason}")
         message = {"output": text}
@@ -607,19 +644,9 @@ class Server:
                 for choice in reply["choices"]]
 
 
-def vllm_params(args, stop):
-    """Returns the parameters of requests to --engine."""
-    return {"temperature": args.temperature, "top_p": args.top_p, "top_k": 0, "min_p": 0,
-            "repetition_penalty": 1, "stop_token_ids": sorted(stop), "skip_special_tokens": False,
-            "logprobs": 0, "return_token_ids": True}
-
-
 def without_secrets(address):
-    """Returns an address without what may be a password; other texts as they are."""
-    if not address.startswith(("http://", "https://")):
-        return address
-    parts = urlsplit(address)
-    return parts._replace(netloc=parts.netloc.rpartition("@")[2], query="").geturl()
+    """Returns an address without user, password and query; other texts as they are."""
+    return re.sub(r"^(https?://)(?:[^/?]*@)?([^?]*).*", r"\1\2", address)
 
 
 async def llm_message(server, task, history):
@@ -632,7 +659,6 @@ async def llm_message(server, task, history):
 # It reads the hidden information, and sees web pages. The agent sees only what it says in its own
 # name, without quotes of the reference.
 
-RENDER_FAILED_REPLY = "i can't see your page: {}"
 # A speaker's name at the start of a line, such as "You: ", "**Assistant:** " or "### Human:"
 SPEAKER = re.compile(
     r"^ ?(?:[#>]+ )?[*_\[]*(?:the |ai )?(?:you|user|human|colleague|assistant|agent|ai)[*_\]]*:"
@@ -641,22 +667,21 @@ SPEAKER = re.compile(
 
 async def llm_reply(server, task, history):
     """Returns the reply of a chat model as the human."""
-    kind, content = environment(task), human_prompt(task, history)
-    if kind.shows_pages:
+    env, content = environment(task), human_prompt(task, history)
+    if env.shows_pages:
         try:
             pages = await asyncio.to_thread(renderer().render_pair, task, history[-1]["content"])
         except RenderError as e:
-            return RENDER_FAILED_REPLY.format(e)
+            return f"i can't see your page: {e}"
         content = [{"type": "text", "text": content}]
         for page in pages:
             url = "data:image/png;base64," + base64.b64encode(page["png"]).decode()
             content.append({"type": "image_url", "image_url": {"url": url}})
     message = await server.chat([{"role": "user", "content": content}])
-    # what is behind would be cut anyway, and redact takes long for it
-    own = first_speech(message["output"][:10 * kind.reply_chars])
-    reply = own if kind.shows_pages else redact(own, task)
+    own = first_speech(message["output"])
+    reply = own if env.shows_pages else redact(own, task)
     # truncation matters only if it is in the part that the agent reads
-    if "cut" in message and message["output"].endswith(own) and len(reply) < kind.reply_chars:
+    if "cut" in message and message["output"].endswith(own) and len(reply) < env.reply_chars:
         raise ValueError("the reply is truncated: start a new file with other --human_params, such "
                          'as {"max_tokens": 4000}')
     return reply
@@ -696,26 +721,6 @@ def redact(reply, task):
     return reply
 
 
-# --- files with act(), reply() or advantages() ----------------------------------------------------
-
-def load_function(file, name):
-    """Returns the function `name` that a Python file defines; it may be async."""
-    sys.path.append(os.path.dirname(os.path.abspath(file)))  # so that it can import its neighbours
-    namespace = runpy.run_path(file)
-    if name not in namespace:
-        fail(f"{file} defines no {name}()")
-    return namespace[name]
-
-
-async def call_user_function(function, *args):
-    """Calls the agent, human or critic, which may be async, with copies, which it may change.
-
-    While a function that is not async runs, all other episodes wait.
-    """
-    result = function(*private_copy(args))
-    return await result if inspect.isawaitable(result) else result
-
-
 # --- --resume -------------------------------------------------------------------------------------
 
 def run_meta(args):
@@ -725,8 +730,8 @@ def run_meta(args):
         del meta["model"], meta["seed"]
     for name in ("agent", "human", "critic"):
         meta[name] = fingerprint(meta[name])
-    prompts = [(ANSWER, OUTPUT, kind.agent_prompt, kind.human_prompt)
-               for kind in ENVIRONMENTS.values()]
+    prompts = [(ANSWER, OUTPUT, env.agent_prompt, env.human_prompt)
+               for env in ENVIRONMENTS.values()]
     return meta | {"version": version(), "prompts": digest(prompts)}
 
 
@@ -806,74 +811,85 @@ def check_candidates_flags(args, record):
 
 # --- all episodes ---------------------------------------------------------------------------------
 
-MOST_FAILURES = 16  # in a row; they end the run
+MOST_FAILURES = 16  # in a row; then no further episode starts
 
 
 class Collector:
     """Runs jobs, (record, sample), at most --concurrency at once, and writes episodes as they end.
 
-    Of a failed episode it writes why; --resume runs it again. MOST_FAILURES in a row, not counting
-    dialogues that are too long, end the run: no new episode starts, and the running ones finish.
+    Of a failed episode it writes why; --resume runs it again. Dialogues that are too long do not
+    count towards MOST_FAILURES.
     """
 
     def __init__(self, runner, jobs, emit):
         """emit: writes a record."""
         self.runner, self.emit, self.jobs = runner, emit, deque(jobs)
-        self.n_written = self.n_failed = self.n_failed_in_a_row = 0
-        self.is_ended = False  # by MOST_FAILURES
+        self.usage = Counter()
+        self.n = Counter()  # of episodes written and failed, of messages and those truncated
+        self.n_failed_in_a_row = 0
         self.bar = progress("episodes", total=len(self.jobs))
 
     async def worker(self):
         """Runs jobs sequentially until none is left."""
-        while self.jobs and not self.is_ended:
+        while self.jobs:
             record, sample = self.jobs.popleft()
+            usage = Counter()
+            USAGE.set(usage)
             try:
                 if record.get("dialogue_history"):
                     fields = await self.runner.add_candidates(record, sample)
                 else:
                     fields = await self.runner.run_episode(record["task"], sample)
-                meta = {**record.get("meta", {}), **fields["meta"]}
-                self.emit({**record, **fields, "meta": meta})
+                self.write(record, fields, usage)
             except Exception as e:
-                self.write_failure(record, sample, e)
-            else:
-                self.n_written, self.n_failed_in_a_row = self.n_written + 1, 0
-                self.bar.update()
+                self.write_failure(record, sample, usage, e)
+            self.usage += usage
 
-    def write_failure(self, record, sample, e):
+    def write(self, record, fields, usage):
+        """Writes an episode. usage: what it has cost in this run."""
+        meta = {**record.get("meta", {}), **fields["meta"]}
+        usage = usage + Counter(record.get("usage"))
+        self.emit({**record, **fields, "usage": usage, "meta": meta})
+        self.n["written"] += 1
+        self.n_failed_in_a_row = 0
+        self.bar.update()
+        for message in agent_messages({**record, **fields}):
+            for action in message, *message.get("candidates", ()):
+                self.n.update(messages=1, truncated=action.get("cut", False))
+
+    def write_failure(self, record, sample, usage, e):
         """Prints why an episode failed, and writes it, unless its dialogue was given."""
-        self.n_failed += 1
-        self.n_failed_in_a_row += not isinstance(e, ContextFull)
-        self.is_ended = self.is_ended or self.n_failed_in_a_row == MOST_FAILURES
         if not isinstance(e, (OSError, ValueError)):  # it may be a mistake in code
             traceback.print_exception(e)
         task, why = record["task"], f"{type(e).__name__}: {e}"
         say(f"task {task['id']}, sample {sample} failed: {why}")
         if not record.get("dialogue_history"):
             meta = {**record.get("meta", {}), **self.runner.meta}  # as that of a later episode
-            self.emit({"task": task, "sample": sample, "failed": why, "meta": meta})
+            self.emit({"task": task, "sample": sample, "failed": why, "usage": usage, "meta": meta})
+        self.n["failed"] += 1
+        self.n_failed_in_a_row += not isinstance(e, ContextFull)
+        if self.n_failed_in_a_row == MOST_FAILURES:
+            say(f"{MOST_FAILURES} episodes in a row failed, so no further one starts")
+            self.jobs.clear()
 
 
 async def collect(args, emit):
     """Runs the episodes of stdin's tasks, and writes each as it ends."""
     tasks, done = {}, set()
     jobs = [*read_jobs(args, tasks)]
-    runner = await EpisodeRunner(args).load()
+    runner = await load_runner(args)
     if args.resume:
         resumed = open_to_resume(args.resume)  # locked until this function returns
         done = finished_episodes(resumed, runner.meta, tasks)
         jobs = [(record, i) for record, i in jobs if (record["task"]["id"], i) not in done]
     collector = Collector(runner, jobs, emit)
     await asyncio.gather(*(collector.worker() for _ in range(args.concurrency)))
-    percent = 100 * runner.totals["truncated"] / max(1, runner.totals["actions"])
-    say(f"wrote {collector.n_written} episodes ({len(done)} more in the --resume file); "
-        f"{percent:.1f} % of messages truncated")
-    for role, server in runner.servers.items():
-        say(f"{role}: " + ", ".join(f"{number} {what}" for what, number in server.usage.items()))
-    if collector.is_ended:
-        fail(f"{MOST_FAILURES} episodes in a row failed; --resume FILE reruns them, and continues")
-    if collector.n_failed:
-        fail(f"{collector.n_failed} episodes failed; --resume FILE reruns them")
+    n = collector.n
+    say(f"wrote {n['written']} episodes ({len(done)} more in the --resume file); "
+        f"{100 * n['truncated'] / max(1, n['messages']):.1f} % of messages truncated")
+    say(f"usage: {dict(collector.usage)}")
+    if n["failed"]:
+        fail(f"{n['failed']} episodes failed; --resume FILE reruns them, and what is left")
 
 
 def main(args):

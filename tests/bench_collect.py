@@ -35,13 +35,13 @@ def get_args():
     return args, ["--max_turns", "6", "--max_tokens", "40", *flags]
 
 
-class SlowHuman(collect.EpisodeRunner):
-    """Delays the scripted human by a time that depends only on task, sample and turn."""
-
-    async def human_reply(self, task, history):
+def slow(reply, delay):
+    """Returns a human who delays reply() by a time that depends only on task, sample and turn."""
+    async def slow_reply(task, history):
         seconds = rng("delay", task["id"], task["sample"], len(history)).gauss(0, 0.7)
-        await asyncio.sleep(self.delay * math.exp(seconds))
-        return await super().human_reply(task, history)
+        await asyncio.sleep(delay * math.exp(seconds))
+        return reply(task, history)
+    return slow_reply
 
 
 async def without_barriers(runner, jobs, batch):
@@ -66,8 +66,7 @@ async def lock_step(runner, jobs, batch):
             for episode, message in zip(running, messages):
                 episode.act(message)
             running = [episode for episode in running if not episode.ended]
-            replies = await asyncio.gather(*(runner.human_reply(e.task, e.history)
-                                             for e in running))
+            replies = await asyncio.gather(*(runner.reply(e.task, e.history) for e in running))
             for episode, reply in zip(running, replies):
                 episode.reply(reply)
     return [{"sample": e.task["sample"], **e.fields()} for e in episodes]
@@ -75,8 +74,8 @@ async def lock_step(runner, jobs, batch):
 
 def compare(args, flags, tasks):
     loop = asyncio.new_event_loop()
-    runner = loop.run_until_complete(SlowHuman(collect.get_args(flags)).load())
-    runner.delay = args.delay
+    runner = loop.run_until_complete(collect.load_runner(collect.get_args(flags)))
+    runner.reply = slow(runner.reply, args.delay)
     jobs = [{**task, "sample": i} for i, task in enumerate(tasks)]
     seconds, results = time_alternately({
         fn.__name__: lambda fn=fn: loop.run_until_complete(fn(runner, jobs, args.batch))

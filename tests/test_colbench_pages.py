@@ -16,7 +16,6 @@ import pytest
 import torch
 
 import colbench
-import collect
 import model as M
 import toy
 import toy_pages
@@ -320,7 +319,7 @@ def test_episodes_are_pages_shown_to_a_human_who_sees_both(tmp_path, renderer):
                  "--candidates", 2, "--timeout", 3]
         done = succeed("collect.py", "--model", base, *flags, stdin=[{"task": task}])
         (r,) = records(succeed("tests/toy_pages.py", "grade", stdin=done.stdout).stdout)
-        failed = [collect.RENDER_FAILED_REPLY.format("no page")] * (turns > 1)
+        failed = ["i can't see your page: no page"] * (turns > 1)
         assert colbench.message_texts(r["dialogue_history"])[2::2] == failed + replies
         assert r["answer"] == answer and (r["reward"] == 1) == (answer == right)
         assert r["reward_by"] == "blocks" and ("failure" in r) == (answer == "")

@@ -101,7 +101,7 @@ def test_a_model_of_the_hub_is_the_same_before_and_after_its_download(tiny_dir, 
 
     def meta(*flags):
         M.weights_digest.cache_clear()  # as in another process
-        return collect.EpisodeRunner(collect.get_args(["--model", "a/model", *flags])).meta
+        return without_models("--model", "a/model", *flags).meta
     meta("--engine", "http://localhost:9/v1")
     assert not [*cache.glob("*.safetensors")]  # only the server needs them
     first = meta()
@@ -111,7 +111,18 @@ def test_a_model_of_the_hub_is_the_same_before_and_after_its_download(tiny_dir, 
 
 def runner(tiny_dir, *flags):
     args = collect.get_args(["--model", tiny_dir, *map(str, flags)])
-    return asyncio.run(collect.EpisodeRunner(args).load())
+    return asyncio.run(collect.load_runner(args))
+
+
+def without_models(*flags):
+    """An EpisodeRunner as it is before models are loaded."""
+    unloaded = collect.EpisodeRunner(collect.get_args([*map(str, flags)]))
+    collect.load_tokenizer(unloaded)
+    return unloaded
+
+
+def prompt_of_first(record, tokenizer):
+    return M.render(tokenizer, record["dialogue_history"][:1])
 
 
 def prompt_of(runner, text):
@@ -137,7 +148,6 @@ def test_a_message_that_ends_with_its_last_allowed_token_is_whole(tiny_dir):
     assert most == [3]
     assert [action.get("cut", False) for action in (*actions, *candidates)] == [
         False, True, False]
-    assert p.totals["truncated"] == 1 and p.totals["actions"] == 3
 
 
 def test_the_engine_stops_at_the_limit_or_at_an_end(tiny_dir):
@@ -149,6 +159,38 @@ def test_the_engine_stops_at_the_limit_or_at_an_end(tiny_dir):
     assert all(len(ids) == 1 for ids, end in zip(drawn, ends) if ids[0] in p.engine.stop)
     assert all(len(ids) == 2 for ids in drawn if ids[0] not in p.engine.stop)
     assert {(len(ids), end) for ids, end in zip(drawn, ends)} == {(1, True), (2, True), (2, False)}
+
+
+def test_an_episode_counts_the_tokens_that_it_costs(tasks, episodes, tiny_dir, playing, tmp_path):
+    """Those of messages that --best_of does not send, too, and of episodes that fail."""
+    tokenizer = M.find_model(tiny_dir)[1]
+
+    def cost(record):
+        turns = turns_of(tokenizer, record)
+        ids = [[len(a["token_ids"]) for a in m["candidates"]] for m in agent_messages(record)]
+        return {"agent_prompt_tokens": sum(len(prompt) for prompt, _ in turns),
+                "agent_completion_tokens": sum(len(action) for _, action in turns),
+                "candidates_completion_tokens": sum(map(sum, ids))}
+    for r in episodes:
+        assert r["usage"] == cost(r)
+    for r in playing(episodes[:2], "--candidates", 2, "--max_tokens", 7)[0]:  # later ones
+        (old,) = [e["usage"] for e in episodes if key_of(e) == key_of(r)]
+        new = Counter(r["usage"]) - Counter(old)
+        assert new == Counter({**cost(r), "agent_completion_tokens": 0})
+    (tmp_path / "critic.py").write_text("def advantages(task, history, actions):\n"
+                                        "    return [-len(a['token_ids']) for a in actions]\n")
+    (tmp_path / "human.py").write_text("def reply(task, history):\n    raise ValueError('busy')\n")
+    flags = ["--best_of", 4, "--max_tokens", 40, "--critic", tmp_path / "critic.py"]
+    (r,), said, _ = playing(tasks[:1], *flags, "--max_turns", 1)
+    drawn = sample(runner(tiny_dir, "--max_tokens", 40), prompt_of_first(r, tokenizer),
+                   [(0, r["task"]["id"], 0, 0, j) for j in range(4)])
+    assert r["usage"]["agent_completion_tokens"] == sum(len(ids) for ids, _ in drawn)
+    assert len({len(ids) for ids, _ in drawn}) > 1
+    assert f"\nusage: {{'agent_prompt_tokens': {r['usage']['agent_prompt_tokens']}, " in said
+    playing(tasks[:1], "--human", tmp_path / "human.py", "--max_turns", 2, "--max_tokens", 9)
+    (failed,) = playing.failed
+    assert failed["usage"]["agent_prompt_tokens"] == r["usage"]["agent_prompt_tokens"]
+    assert 1 <= failed["usage"]["agent_completion_tokens"] <= 9
 
 
 def test_candidates_share_is_drawn_for_each_episode_and_holds_for_all_its_turns(tasks, playing):
@@ -296,7 +338,7 @@ def test_a_thought_that_the_prompt_opened_is_private_and_other_text_is_sent(tiny
         opened = "<|assistant|>{{ '" + opening + "' }}{% endif %}"
         template.write_text(text.replace(generation, opened))
         opens = opening == "<think>\\n"
-        asked = collect.EpisodeRunner(collect.get_args(["--model", str(model), "--max_turns", "1"]))
+        asked = without_models("--model", model, "--max_turns", 1)
         for n, output in enumerate(outputs):
             async def next_message(*_):
                 return {"role": "assistant", "content": None, "output": output}
@@ -317,8 +359,8 @@ def resume(tiny_dir, tmp_path):
             "--best_of", 2, "--candidates", 3]
 
     def make(file, *more, tasks=None):
-        make.args = collect.get_args([*map(str, (*argv, "--resume", file, *more))])
-        make.meta = collect.EpisodeRunner(make.args).meta
+        unloaded = without_models(*argv, "--resume", file, *more)
+        make.args, make.meta = unloaded.args, unloaded.meta
         return finished(file, make.meta, tasks)
     return make
 
@@ -390,16 +432,12 @@ def test_a_task_that_was_edited_under_its_id_is_an_error(resume, episodes, tmp_p
 
 # --- missing episodes -----------------------------------------------------------------------------
 
-class Sampled(collect.EpisodeRunner):
+class Sampled:
     """Some episodes fail; the others have texts of their own."""
     random = random.Random(0)
 
     def __init__(self, args):
-        self.args, self.totals, self.servers = args, Counter(), {}
         self.meta = {"seed": args.seed}
-
-    async def load(self):
-        return self
 
     async def run_episode(self, task, sample):
         if self.random.random() < 0.2:
@@ -410,7 +448,9 @@ class Sampled(collect.EpisodeRunner):
 
 def test_failed_episodes_are_counted_and_in_no_mean(playing, monkeypatch, tmp_path):
     """By their key, of a file that runs with other -k and --seed have resumed, after kills."""
-    monkeypatch.setattr(collect, "EpisodeRunner", Sampled)
+    async def load_runner(args):
+        return Sampled(args)
+    monkeypatch.setattr(collect, "load_runner", load_runner)
     r = random.Random(0)
     for number in range(12):
         path, lines_of = tmp_path / f"{number}.jsonl", []
@@ -425,7 +465,7 @@ def test_failed_episodes_are_counted_and_in_no_mean(playing, monkeypatch, tmp_pa
             written, _, end = playing(tasks, "-k", r.randint(1, 3), "--seed", seed, *resume)
             assert bool(end) == bool(playing.failed)
             for x in playing.failed:
-                assert [*x] == ["task", "sample", "failed", "meta"]
+                assert [*x] == ["task", "sample", "failed", "usage", "meta"]
                 assert x["failed"] == "ContextFull: no reply"
             for x in written:
                 x["reward"] = r.choice([0.0, 1.0])
@@ -774,8 +814,8 @@ def test_when_the_run_ends_by_an_error_the_episodes_under_way_end_first(who, tas
     given = [tasks[1], tasks[2], *[tasks[0]] * 30, tasks[3]]
     played, said, end = playing(given, *flags)
     assert {r["task"]["id"] for r in played} == {t["task"]["id"] for t in tasks[1:3]}
-    assert str(end) == ("error: 16 episodes in a row failed; --resume FILE reruns them, and "
-                        "continues")
+    assert "\n16 episodes in a row failed, so no further one starts\n" in said
+    assert str(end) == "error: 16 episodes failed; --resume FILE reruns them, and what is left"
     assert said.count("failed: KeyError: 'down'") == 16
     assert 'who.py", line 9, in reply' in said
 

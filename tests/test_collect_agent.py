@@ -1,8 +1,10 @@
 """collect.py --agent: a chat model behind an address, and a file with act()."""
+import ast
 import asyncio
 import json
 import math
 import re
+from collections import Counter
 
 import pytest
 
@@ -77,7 +79,7 @@ def test_a_replayed_agent_gives_the_same_records(form, source, tasks, episodes, 
 
     def known(record):
         """Without what only a model has, or a message that is but a text."""
-        kept = {name: x for name, x in record.items() if name != "meta"}
+        kept = {name: x for name, x in record.items() if name not in ("usage", "meta")}
         unknown = {"token_ids", "logprobs", "candidates"} | ({"cut"} if text != "whole" else set())
         kept["dialogue_history"] = [{name: x for name, x in m.items() if name not in unknown}
                                     for m in record["dialogue_history"]]
@@ -114,12 +116,14 @@ def test_a_message_that_no_record_can_hold_fails_its_episode(returned, why, task
 def test_an_agent_that_fails_always_ends_the_run(tasks, playing, tmp_path):
     agent = agent_file(tmp_path, "async def act(task, history):\n    raise OSError('gone')\n")
     _, said, end = playing(tasks, "--agent", agent, "-k", 30, "--concurrency", 2)
-    assert said.count(" failed: OSError: gone\n") in (16, 17)  # one more may have been running
-    assert str(end).startswith("error: 16 episodes in a row failed")
+    n_failed = said.count(" failed: OSError: gone\n")
+    assert n_failed in (16, 17)  # one more may have been running
+    assert said.count("\n16 episodes in a row failed, so no further one starts\n") == 1
+    assert str(end).startswith(f"error: {n_failed} episodes failed; --resume FILE reruns them")
     with pytest.raises(SystemExit, match="agent.py defines no act()"):
         agent_file(tmp_path, "")
         args = collect.get_args(["--agent", str(agent)])
-        asyncio.run(collect.EpisodeRunner(args).load())
+        asyncio.run(collect.load_runner(args))
 
 
 # --- flags ----------------------------------------------------------------------------------------
@@ -143,7 +147,7 @@ def test_an_agent_has_no_candidates_and_no_critic(flags):
 
 def test_an_agent_is_an_address_a_text_or_a_file():
     with pytest.raises(SystemExit, match="--agent gpt-4o: give the http://host:port/v1 of an LLM"):
-        asyncio.run(collect.EpisodeRunner(collect.get_args(["--agent", "gpt-4o"])).load())
+        asyncio.run(collect.load_runner(collect.get_args(["--agent", "gpt-4o"])))
 
 
 @pytest.mark.parametrize("changed, why", [
@@ -178,18 +182,16 @@ class Conversation:
 
     def __init__(self, tasks, usage=True):
         self.tasks, self.usage = [t["task"] for t in tasks], usage
-        self.n_replies = {"agent": 0, "human": 0}
         self.server = Server(self.reply)
 
-    def completion(self, role, content, why="stop", **fields):
-        """Its usage is a function of the content, too."""
-        with self.server.lock:
-            self.n_replies[role] += 1
+    def completion(self, messages, content, why="stop", **fields):
+        """Its usage is a function of the contents, too."""
         reply = chat(content, why)
         reply["choices"][0]["message"] |= fields
         if self.usage:
-            reply["usage"] = {"prompt_tokens": 100, "completion_tokens": len(content),
-                              "total_tokens": 100 + len(content)}
+            read = sum(len(m["content"]) for m in messages)
+            reply["usage"] = {"prompt_tokens": read, "completion_tokens": len(content),
+                              "total_tokens": read + len(content)}
         return reply
 
     def reply(self, path, body):
@@ -197,14 +199,14 @@ class Conversation:
         messages = body["messages"]
         if body["temperature"] == 0:
             assert body.keys() == {"model", "messages", "temperature", "max_tokens"}
-            return self.completion("human", self.human_says(messages[0]["content"]))
+            return self.completion(messages, self.human_says(messages[0]["content"]))
         assert body.keys() == {"model", "messages", "temperature", "top_p", "max_tokens"}
         assert [m.keys() for m in messages] == [{"role", "content"}] * len(messages)
         roles = [m["role"] for m in messages]
         assert roles == (["user", "assistant"] * 5)[:len(roles)] and roles[-1] == "user"
         assert all(t["ground_truth"] not in m["content"] and "SECRET" not in m["content"]
                    for t in self.tasks for m in messages)
-        return self.completion("agent", *self.agent_says(messages), reasoning_content="SECRET",
+        return self.completion(messages, *self.agent_says(messages), reasoning_content="SECRET",
                                refusal=None, tool_calls=None)
 
     @staticmethod
@@ -228,36 +230,38 @@ def test_a_server_plays_the_agent_and_the_human_and_sees_only_what_they_may(
     flags = ["--agent", both.server.url, "--human", both.server.url, "--max_turns", 3, "-k", 6]
     played, said, end = playing(tasks, *flags, "--max_tokens", 77)
     assert end is None and len(played) == 6 * len(tasks)
-    tokens = {"agent": 0, "human": 0}
+    total = Counter()
     for r in played:
-        history = r["dialogue_history"]
+        history, cost = r["dialogue_history"], Counter()
         assert history[0] == first_message(r["task"], 3)
         assert r["meta"]["agent"] == both.server.url and r["meta"]["agent_model"] == "m"
         for t in range(1, len(history)):
             if t % 2 == 0:
                 prompt = colbench.human_prompt(r["task"], history[:t])
                 assert history[t]["content"] == both.human_says(prompt)
-                tokens["human"] += len(history[t]["content"])
+                cost.update(human_prompt_tokens=len(prompt), human_replies_by_None=1,
+                            human_completion_tokens=len(history[t]["content"]))
                 continue
             content, why = both.agent_says(history[:t])
-            tokens["agent"] += len(content)
+            cost.update(agent_prompt_tokens=sum(len(m["content"]) for m in history[:t]),
+                        agent_completion_tokens=len(content), agent_replies_by_None=1)
             shown = content.rpartition("</think>")[2].strip()
             want = {"role": "assistant", "output": shown,
                     "content": shown.rpartition("OUTPUT: ")[2],
                     **({"cut": True} if why == "length" else {}),
                     **({"completion_tokens": len(content)} if usage else {})}
             assert history[t] == want
+        reported = {what: n for what, n in cost.items() if usage or "tokens" not in what}
+        assert r["usage"] == reported
+        total.update(reported)
         assert ("cut" in str(history)) == any("cut" in m for m in agent_messages(r))
     assert any("cut" in m for r in played for m in agent_messages(r)[:-1])  # shown to the human
-    counts = {role: f"{role}: {n} requests, {100 * n * usage} prompt tokens, "
-                    f"{tokens[role] * usage} completion tokens, {n} replies by None"
-              for role, n in both.n_replies.items()}
-    assert said.endswith(f"\n{counts['human']}\n{counts['agent']}\n")
+    assert Counter(ast.literal_eval(said.rpartition("\nusage: ")[2])) == total
     for r in played:
         r["reward"] = 0.0
     metrics = [evaluate.episode_metrics(r) for r in played]
     if usage:
-        assert sum(m["tokens"] for m in metrics) == tokens["agent"]
+        assert sum(m["tokens"] for m in metrics) == total["agent_completion_tokens"]
     else:
         assert all(math.isnan(m["tokens"]) for m in metrics)
 

@@ -54,7 +54,7 @@ def test_draws_are_those_of_separate_forwards_in_any_company(family, monkeypatch
             again |= play(engine, part)
         tokens = lambda played: {key: [a for a, _ in of] for key, (_, of) in played.items()}
         assert tokens(again) == tokens(together)
-    assert not engine.actions and not engine.running and not engine.waiting
+    assert not engine.rows and not engine.running and not engine.waiting
     lm.set_attn_implementation("sdpa")
     lengths = set()
     for prompt, drawn in together.values():
@@ -138,7 +138,7 @@ def test_bf16_draws_in_fp32(monkeypatch):
     logits = lm(torch.tensor([[20, 21, 22]])).logits[0, -1:]
     want = logits.float().log_softmax(-1)
     engine = engine_of(lm, monkeypatch)
-    token, logp = engine.sample(logits, [random.Random(0)])
+    token, logp = collect.sample(engine.args, logits, [random.Random(0)])
     assert torch.allclose(logp, want[0, token], rtol=0, atol=1e-6)
     play(engine, range(2))
 
@@ -163,7 +163,7 @@ def test_an_error_costs_the_requests_under_way_and_no_others(family, monkeypatch
     def check(played):
         for key, (_, drawn) in played.items():
             assert [a for a, _ in drawn] == [a for a, _ in want[key][1]]
-        assert not engine.actions and not engine.running and not engine.waiting
+        assert not engine.rows and not engine.running and not engine.waiting
     monkeypatch.setattr(lm, "forward", failing)
     check(play(engine, range(6)))
     n_forwards, failed = -left[0], set()

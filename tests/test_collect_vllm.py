@@ -2,7 +2,6 @@
 import json
 import math
 import os
-import re
 import subprocess
 import sys
 
@@ -112,10 +111,10 @@ def test_it_plays_agent_and_human_at_once(served, tiny_dir):
         messages = colbench.agent_messages(r)
         assert r["dialogue_history"][0] == colbench.first_message(r["task"], 3)
         assert [m["completion_tokens"] for m in messages if m["cut"]] == [12] * len(messages)
-    asked, prompts, sampled = map(int, re.search(
-        r"\nagent: (\d+) requests, (\d+) prompt tokens, (\d+) completion tokens, ",
-        stderr).groups())
-    assert asked >= 3 * len(played) and prompts > 9 * asked and sampled == 12 * asked
+        usage = r["usage"]
+        assert usage["agent_completion_tokens"] == 12 * len(messages)
+        assert usage["agent_prompt_tokens"] > 9 * len(messages)
+        assert usage[f"human_replies_by_{tiny_dir}"] == len(messages) - 1
 
 
 def test_killed_it_leaves_no_process_behind(tiny_dir, tasks, tmp_path):

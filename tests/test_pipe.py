@@ -79,7 +79,8 @@ def without(x, names):
 
 
 @pytest.mark.parametrize("command, sets", [
-    ("collect.py --model MODEL --candidates 1 --max_tokens 5", {"candidates", "candidates_meta"}),
+    ("collect.py --model MODEL --candidates 1 --max_tokens 5",
+     {"candidates", "candidates_meta", "usage"}),
     ("train_critic.py --score MODEL --model MODEL --ref_context agent",
      {"advantage", "value"}),
     ("colbench.py grade", {"reward", "reward_by", "tests"})])

@@ -51,7 +51,7 @@ def human_runner(human, params):
     flags = ["--agent", "fixed:", "--human", human]
     if params:
         flags += ["--human_params", params]
-    return wait(collect.EpisodeRunner(collect.get_args(flags)).load())
+    return wait(collect.load_runner(collect.get_args(flags)))
 
 
 @functools.cache
@@ -92,7 +92,8 @@ class ColBench(BaseTextEnv):
         episode.act(action)
         self.turns = episode.turn
         if not episode.ended:
-            episode.reply(wait(self.runner.human_reply(self.task, episode.history)))
+            reply = collect.call_user_function(self.runner.reply, self.task, episode.history)
+            episode.reply(wait(reply))
         if not episode.ended:
             return BaseTextEnvStepOutput(observations=episode.history[-1:], reward=0.0, done=False,
                                          metadata={})
