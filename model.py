@@ -452,10 +452,10 @@ def forward(model, turns, tree_tokens=math.inf, label=None):
     """Returns ({turn: (L,) log-probs of its action given its prompt}, trees), for backward().
 
     All ranks must call this with the same turns. Each computes a share of the trees, and gets the
-    log-probs of the others. They are leaves on the CPU, in fp32 or fp64: loss.backward() fills
-    their .grad, which backward() carries into the weights. trees: this rank's [(Tree, (A,)
-    log-probs with the graph, the leaf)]; of several trees no graph is kept, so that only one tree's
-    activations are in memory.
+    log-probs of the others. They are views of one leaf on the CPU, in fp32 or fp64: loss.backward()
+    fills its .grad, which backward() carries into the weights. trees: this rank's [(Tree, (A,)
+    log-probs with the graph, the leaf, where these begin in it)]; of several trees no graph is
+    kept, so that only one tree's activations are in memory.
     tree_tokens: see partition. label: of a progress bar.
     """
     training = torch.is_grad_enabled()
@@ -475,11 +475,10 @@ def forward(model, turns, tree_tokens=math.inf, label=None):
     flat = torch.cat(by_part)
     if WORLD > 1:
         dist.all_reduce(flat)
-    by_part = [x.requires_grad_(training) for x in flat.split([*map(sum, lengths)])]
-    logps = {}  # partition may repeat the last part: only its last copy's leaf gets a gradient
-    for part, x, sizes in zip(parts, by_part, lengths):
-        logps.update(zip(part, x.split(sizes)))
-    trees = [(*pair, by_part[n]) for pair, n in zip(computed, mine)]
+    flat.requires_grad_(training)
+    logps = dict(zip(chain(*parts), flat.split([*chain(*lengths)])))  # of a repeated part the last
+    starts = [0, *accumulate(map(len, by_part))]
+    trees = [(*computed_tree, flat, starts[n]) for computed_tree, n in zip(computed, mine)]
     return {turn: logps[turn] for turn in turns}, trees
 
 
@@ -489,11 +488,10 @@ def backward(model, trees):
     Each of several trees is computed once more. Each rank adds the gradient of its own trees, and
     FSDP sums them.
     """
-    for tree, logps, leaf in trees:
+    for tree, logps, leaf, start in trees:
         if len(trees) > 1:
             logps = model(tree)
-        gradient = torch.zeros_like(leaf) if leaf.grad is None else leaf.grad  # None: repeated
-        logps.backward(gradient.to(logps.device))
+        logps.backward(leaf.grad[start:start + len(logps)].to(logps.device))
 
 
 @torch.no_grad()
