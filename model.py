@@ -56,8 +56,8 @@ from transformers import (AttentionInterface, AutoConfig, AutoModelForCausalLM, 
                           GenerationConfig)
 from transformers.utils import logging
 
-from colbench import (THOUGHT_END, THOUGHT_START, hidden_information, read_action, read_records,
-                      task_id, with_hidden)
+from colbench import (THOUGHT_END, THOUGHT_START, hidden_information, read_records, task_id,
+                      with_hidden)
 from utils import (RANK, WORLD, add_warning, barrier, digest, drop_checkpoints, fail,
                    fail_on_error, print_warnings, progress, rng, say, sum_over_ranks, writing)
 
@@ -840,8 +840,8 @@ def render(tokenizer, messages, thinking=0):
 def action_ids(tokenizer, action, history, thinking=0):
     """Returns the packed ids of an action, which follow the whole prompt.
 
-    They are those sampled, if they spell the action's text; else those of the text up to and with
-    the end of a message.
+    They are the sampled ids, if there are any and they decode to the action's text. Otherwise they
+    are those of the text, to which the end of a message is added.
     """
     text = text_of(tokenizer, action, thinking)
     ids = action.get("token_ids")
@@ -858,15 +858,10 @@ def action_ids(tokenizer, action, history, thinking=0):
 
 
 def text_of(tokenizer, action, thinking):
-    """Returns an action's output; or its content, if it has no output or somebody edited it.
-
-    If the prompt opens a thought, the content returned closes it first.
-    """
-    opening, content = think_prefix(tokenizer, thinking), action.get("content", "")
+    """Returns an action's output; or its content, which closes a thought that the prompt opens."""
     if "output" in action:
-        said, _ = read_action(opening + action["output"], last=False)
-        if "content" not in action or content.strip() == said:
-            return action["output"]
+        return action["output"]
+    opening, content = think_prefix(tokenizer, thinking), action.get("content", "")
     if not opening:
         return content
     return content.removeprefix(opening) if "</think>" in content else "</think>" + content
@@ -882,7 +877,8 @@ def spells(tokenizer, ids, text):
 def written_text(tokenizer, text, history, thinking):
     """Returns what follows the prompt in the template's text of a dialogue that ends in `text`.
 
-    If the template writes another prompt there, or not the whole text, returns the text itself.
+    If the template writes another prompt there, or not the whole text (it may drop a thought),
+    returns the text itself.
     """
     prompt = template_text(tokenizer, history, thinking, add_prompt=True)
     dialogue = [*history, {"role": "assistant", "content": text}]
@@ -918,8 +914,9 @@ def template_text(tokenizer, messages, thinking, add_prompt):
 def as_text(tokenizer, text):
     """Returns a text with a space inside whatever would become a special token such as <|im_end|>.
 
-    Only the template writes these.
+    Only the template writes these. Lone surrogates, which JSON may spell, become "?".
     """
+    text = text.encode(errors="replace").decode()
     tokens = added_tokens(tokenizer, special_only=True)
     return tokens.sub(lambda match: match[0][0] + " " + match[0][1:], text)
 

@@ -28,7 +28,6 @@ import os
 import pickle
 import platform
 import random
-import re
 import shutil
 import signal
 import subprocess
@@ -326,22 +325,11 @@ def read_jsonl(stream, name="stdin"):
             record = parse_json(line)
         except (ValueError, RecursionError) as e:
             fail(f"{place}: not JSON ({e}); every line must be one JSON object")
-        if SURROGATE.search(line):
-            record = without_surrogates(record)
         if not isinstance(record, dict):
             fail(f"{place}: not a JSON object")
         yield place, record
     if is_empty:
         fail(f"{name} is empty: did the previous stage fail, or was there nothing left to resume?")
-
-
-SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]|\xed[\xa0-\xbf]")  # also those of pairs
-
-
-def without_surrogates(record):
-    """Replaces lone surrogates, which a model may sample, because UTF-8 can't encode them."""
-    text = json.dumps(record, ensure_ascii=False).encode("utf-16", "surrogatepass")
-    return json.loads(text.decode("utf-16", "replace"))
 
 
 def parse_json(text):

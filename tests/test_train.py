@@ -274,8 +274,9 @@ def test_candidates_without_ids_are_read_as_text(rewarded, tiny_dir):
 
 
 def test_what_is_trained_is_what_was_shown(rewarded, tiny_dir, capsys):
-    """The sampled tokens of an untouched message or candidate. After an edit of its text or its
-    ids, or with a special token inside, the tokens of the text, as if there had been no others.
+    """The sampled tokens of an untouched message or candidate. After an edit of its output or its
+    ids, or with a special token inside, the tokens of the text, as if there had been no others. The
+    content counts only without an output.
     """
     r, tokenizer = random.Random(0), M.find_model(tiny_dir)[1]
     end = M.text_ids(tokenizer, M.end_of_message(tokenizer))
@@ -297,6 +298,7 @@ def test_what_is_trained_is_what_was_shown(rewarded, tiny_dir, capsys):
                         x["content"] = text
                 elif change == "content" and x is found[0]:
                     text = x["content"] = "edited " + text
+                    del x["output"]
                 elif change == "ids":
                     x["token_ids"][0] = len(tokenizer) + r.randrange(9)  # of another model
                 elif change == "special":
