@@ -152,22 +152,20 @@ def read_trajectories(args, *fields, pi_reads_c, ref_reads_c):
     with their prompt are too long.
     """
     records = [*read_records(sys.stdin, "dialogue_history", *fields)]
+    if pi_reads_c:
+        warn_of_missing_information(records)
+    if "reward" in fields:
+        warn_of_two_graders(records)
     _, tokenizer, config = find_model(args.model)
     config = config.get_text_config()
     longest = min(args.max_length, getattr(config, "max_position_embeddings", None) or math.inf)
     with fail_on_error(f"the chat template of --model {args.model} can't be used"):
         end_of_message(tokenizer)  # else `save` would fail, after training
-    trajectories, grader_of = [], {}
+    trajectories = []
     for record in records:
         trajectory = Trajectory(task_id(record["task"]), record, [])
         trajectories.append(trajectory)
         name = f"the task {trajectory.task}"
-        if pi_reads_c and not hidden_information(record["task"]):
-            add_warning("records without hidden information for the critic", name)
-        grader = record.get("reward_by")
-        if "reward" in fields and grader_of.setdefault(trajectory.task, grader) != grader:
-            add_warning("records have a reward by another grader than their task's first: grade "
-                        "all episodes alike (colbench.py grade)", name)
         for history, actions in turn_actions(record):
             with fail_on_error(f"--model's chat template rejects {name}"):
                 turns = pi_and_ref_turns(tokenizer, record, history, actions,
@@ -182,6 +180,24 @@ def read_trajectories(args, *fields, pi_reads_c, ref_reads_c):
             trajectory.actions.append(of_message)
     print_warnings()
     return trajectories
+
+
+def warn_of_missing_information(records):
+    """Warns of records without hidden information, of which a critic reads what the agent does."""
+    for record in records:
+        if not hidden_information(record["task"]):
+            add_warning("records without hidden information for the critic",
+                        f"the task {task_id(record['task'])}")
+
+
+def warn_of_two_graders(records):
+    """Warns of tasks whose rewards are not by one grader."""
+    grader_of = {}
+    for record in records:
+        task, grader = task_id(record["task"]), record.get("reward_by")
+        if grader_of.setdefault(task, grader) != grader:
+            add_warning("records have a reward by another grader than their task's first: grade "
+                        "all episodes alike (colbench.py grade)", f"the task {task}")
 
 
 # --- turns to pairs -------------------------------------------------------------------------------
@@ -698,9 +714,15 @@ def pick_dtype(name, device):
     return {"bf16": torch.bfloat16, "fp32": torch.float32}[name]
 
 
-def model_facts(args, device):
-    """Returns the facts about --model that the first row of metrics.jsonl has."""
-    return {"dtype": str(pick_dtype(args.dtype, device)), "model_weights": base_digest(args.model)}
+def run_facts(args, device, trajectories):
+    """Returns what a run that is resumed must have in common with this command, beside flags."""
+    return {"data_hash": data_hash(trajectories), "model_weights": base_digest(args.model),
+            "dtype": str(pick_dtype(args.dtype, device))}
+
+
+def data_hash(trajectories):
+    """Returns a hash of what was read of a trainer's records, whatever their order."""
+    return digest(sorted(digest([t.record, t.turns()]) for t in trajectories))
 
 
 # --- model files ----------------------------------------------------------------------------------
@@ -1028,11 +1050,11 @@ def save_checkpoint(model, optimizer, out, step):
     barrier()  # so that no rank ends the program while rank 0 still writes
 
 
-def load_checkpoint(model, optimizer, directory):
-    """Loads the last checkpoint of a RunDirectory, if it has one; removes all others."""
-    drop_checkpoints(directory.out, keep=directory.step)  # a kill may leave others, or partial ones
-    if directory.step:
+def load_checkpoint(model, optimizer, out, step):
+    """Loads out/checkpoint-STEP, if step is not 0; removes all others."""
+    drop_checkpoints(out, keep=step)  # a kill may leave others, or partial ones
+    if step:
         state = training_state(model, optimizer)
-        dcp.load(state, checkpoint_id=os.path.join(directory.out, f"checkpoint-{directory.step}"))
+        dcp.load(state, checkpoint_id=os.path.join(out, f"checkpoint-{step}"))
         set_state_dict(model, optimizer, model_state_dict=state["weights"],
                        optim_state_dict=state["moments"])
