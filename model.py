@@ -152,10 +152,7 @@ def read_trajectories(args, *fields, pi_reads_c, ref_reads_c):
     with their prompt are too long.
     """
     records = [*read_records(sys.stdin, "dialogue_history", *fields)]
-    if pi_reads_c:
-        warn_of_missing_information(records)
-    if "reward" in fields:
-        warn_of_two_graders(records)
+    warn_of(records, fields, pi_reads_c)
     _, tokenizer, config = find_model(args.model)
     config = config.get_text_config()
     longest = min(args.max_length, getattr(config, "max_position_embeddings", None) or math.inf)
@@ -182,20 +179,14 @@ def read_trajectories(args, *fields, pi_reads_c, ref_reads_c):
     return trajectories
 
 
-def warn_of_missing_information(records):
-    """Warns of records without hidden information, of which a critic reads what the agent does."""
-    for record in records:
-        if not hidden_information(record["task"]):
-            add_warning("records without hidden information for the critic",
-                        f"the task {task_id(record['task'])}")
-
-
-def warn_of_two_graders(records):
-    """Warns of tasks whose rewards are not by one grader."""
+def warn_of(records, fields, pi_reads_c):
+    """Warns of records without hidden information, and of tasks whose rewards have two graders."""
     grader_of = {}
     for record in records:
         task, grader = task_id(record["task"]), record.get("reward_by")
-        if grader_of.setdefault(task, grader) != grader:
+        if pi_reads_c and not hidden_information(record["task"]):
+            add_warning("records without hidden information for the critic", f"the task {task}")
+        if "reward" in fields and grader_of.setdefault(task, grader) != grader:
             add_warning("records have a reward by another grader than their task's first: grade "
                         "all episodes alike (colbench.py grade)", f"the task {task}")
 
@@ -278,18 +269,6 @@ def sorted_with_prefix_lengths(turns):
         previous = seq
 
 
-def walk(turns):
-    """Yields (turn, its tokens, length of the shared prefix, path) for sorted turns.
-
-    path: the indices of the turn's tokens in a tree, which number the new ones consecutively.
-    """
-    path, n = array("q"), 0
-    for turn, seq, shared in sorted_with_prefix_lengths(turns):
-        path = path[:shared] + array("q", range(n, n + len(seq) - shared))
-        n += len(seq) - shared
-        yield turn, seq, shared, path
-
-
 class Tree:
     """The prefix tree of turns with non-empty prompts and actions, in depth-first order.
 
@@ -310,12 +289,14 @@ class Tree:
     def __init__(self, turns, device="cpu"):
         ids, pos, parent = [], [], []
         runs = []  # [(number of queries, path)]
+        path = array("q")  # flat indices of a turn's tokens
         action_of = {}  # {turn: flat indices of its action}
-        for turn, seq, shared, path in walk(turns):
+        for turn, seq, shared in sorted_with_prefix_lengths(turns):
+            queries = len(seq) - shared
+            path = path[:shared] + array("q", range(len(ids), len(ids) + queries))
             ids += map(ord, seq[shared:])
             pos += range(shared, len(seq))
             parent += [path[i - 1] if i else -1 for i in range(shared, len(seq))]
-            queries = len(seq) - shared
             if runs and shared == len(runs[-1][1]):  # the turn extends the last run
                 queries += runs.pop()[0]
             runs.append((queries, path))
@@ -971,7 +952,8 @@ def end_of_message(tokenizer):
 def think_prefix(tokenizer, thinking=0):
     """Returns "<think>" if the generation prompt opens a thought, which outputs continue, or "".
 
-    Fails if the template writes a header before an assistant's message but no prompt.
+    Fails if the template has no generation prompt although a header, such as <|assistant|>, begins
+    an assistant's message: the model would have to guess it.
     """
     bare = template_text(tokenizer, PROBE[:1], thinking, add_prompt=False)
     prompt = template_text(tokenizer, PROBE[:1], thinking, add_prompt=True)

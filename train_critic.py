@@ -251,6 +251,7 @@ def print_ordered_pairs(trajectories, min_gap, trained_on):
 
 def main(args):
     emit, device = open_stdout(), init_distributed()
+    folder = args.score or args.out
     if args.score:
         check_pi_ref(args.score, args.model)
     else:
@@ -260,14 +261,14 @@ def main(args):
     if not args.score:
         log.check(run_facts(args, device, trajectories))
     if args.score or log.finished:
-        model, ref_logps = load_critic(args, args.score or args.out, ref_turn_of, device)
+        model, ref_logps = load_critic(args, folder, ref_turn_of, device)
     else:
         model, ref_logps = train(args, log, trajectories, ref_turn_of, device)
     logps = score(model, list(ref_logps), args.tree_tokens, "advantages")
     if RANK:
         return
     add_scores(trajectories, logps, ref_logps)
-    trained_on = read_critic(args.score or args.out).get("tasks", ())
+    trained_on = read_critic(folder).get("tasks", ())
     print_ordered_pairs(trajectories, args.min_gap, trained_on)
     for t in trajectories:
         emit(t.record)

@@ -97,6 +97,7 @@ def make_pairs(args, trajectories, ref_logps):
 def make_groups(args, trajectories, ref_logps):
     """Returns [(task id, [Pair])], one group per task or, for candidates, one per trajectory.
 
+    An epoch keeps a group together, so that a batch's turns share prefixes.
     ref_logps: {turn: (L,) log-probs under pi_ref} of the candidates, if there is --logprob_weight.
     """
     if args.loss == "rft":

@@ -94,9 +94,9 @@ class RunLog:
     """The directory --out of a training run: it has the metrics, and copies of the scripts.
 
     rows: those of metrics.jsonl, [] in a new run; the first one has all flags. step: that of the
-    last checkpoint, from which a run resumes. A run that is resumed, or that is only read because
-    it is `finished`, must have the same scripts, flags, data and weights as this command. Every
-    rank needs a RunLog, because a step's tokens are summed over the ranks.
+    last checkpoint, from which a run resumes. finished: whether the run has nothing left to do.
+    check() compares this command with the run, in either case. Every rank needs a RunLog, because
+    a step's tokens are summed over the ranks.
     """
     MAY_CHANGE = ["out", "tree_tokens", "recompute", "compile", "offload", "save_every",
                   "eval_every", "model"]  # of the model, check() compares the weights
