@@ -56,8 +56,8 @@ from transformers import (AttentionInterface, AutoConfig, AutoModelForCausalLM, 
                           GenerationConfig)
 from transformers.utils import logging
 
-from colbench import (THOUGHT_END, THOUGHT_START, hidden_information, read_action, read_records,
-                      task_id, with_hidden)
+from colbench import (THOUGHT_END, THOUGHT_START, hidden_information, read_records, task_id,
+                      with_hidden)
 from utils import (RANK, WORLD, add_warning, barrier, digest, drop_checkpoints, fail,
                    fail_on_error, print_warnings, progress, rng, say, sum_over_ranks, writing)
 
@@ -152,22 +152,17 @@ def read_trajectories(args, *fields, pi_reads_c, ref_reads_c):
     with their prompt are too long.
     """
     records = [*read_records(sys.stdin, "dialogue_history", *fields)]
+    warn_of(records, fields, pi_reads_c)
     _, tokenizer, config = find_model(args.model)
     config = config.get_text_config()
     longest = min(args.max_length, getattr(config, "max_position_embeddings", None) or math.inf)
     with fail_on_error(f"the chat template of --model {args.model} can't be used"):
         end_of_message(tokenizer)  # else `save` would fail, after training
-    trajectories, grader_of = [], {}
+    trajectories = []
     for record in records:
         trajectory = Trajectory(task_id(record["task"]), record, [])
         trajectories.append(trajectory)
         name = f"the task {trajectory.task}"
-        if pi_reads_c and not hidden_information(record["task"]):
-            add_warning("records without hidden information for the critic", name)
-        grader = record.get("reward_by")
-        if "reward" in fields and grader_of.setdefault(trajectory.task, grader) != grader:
-            add_warning("records have a reward by another grader than their task's first: grade "
-                        "all episodes alike (colbench.py grade)", name)
         for history, actions in turn_actions(record):
             with fail_on_error(f"--model's chat template rejects {name}"):
                 turns = pi_and_ref_turns(tokenizer, record, history, actions,
@@ -182,6 +177,18 @@ def read_trajectories(args, *fields, pi_reads_c, ref_reads_c):
             trajectory.actions.append(of_message)
     print_warnings()
     return trajectories
+
+
+def warn_of(records, fields, pi_reads_c):
+    """Warns of records without hidden information, and of tasks whose rewards have two graders."""
+    grader_of = {}
+    for record in records:
+        task, grader = task_id(record["task"]), record.get("reward_by")
+        if pi_reads_c and not hidden_information(record["task"]):
+            add_warning("records without hidden information for the critic", f"the task {task}")
+        if "reward" in fields and grader_of.setdefault(task, grader) != grader:
+            add_warning("records have a reward by another grader than their task's first: grade "
+                        "all episodes alike (colbench.py grade)", f"the task {task}")
 
 
 # --- turns to pairs -------------------------------------------------------------------------------
@@ -262,18 +269,6 @@ def sorted_with_prefix_lengths(turns):
         previous = seq
 
 
-def walk(turns):
-    """Yields (turn, its tokens, length of the shared prefix, path) for sorted turns.
-
-    path: the indices of the turn's tokens in a tree, which number the new ones consecutively.
-    """
-    path, n = array("q"), 0
-    for turn, seq, shared in sorted_with_prefix_lengths(turns):
-        path = path[:shared] + array("q", range(n, n + len(seq) - shared))
-        n += len(seq) - shared
-        yield turn, seq, shared, path
-
-
 class Tree:
     """The prefix tree of turns with non-empty prompts and actions, in depth-first order.
 
@@ -294,12 +289,14 @@ class Tree:
     def __init__(self, turns, device="cpu"):
         ids, pos, parent = [], [], []
         runs = []  # [(number of queries, path)]
+        path = array("q")  # flat indices of a turn's tokens
         action_of = {}  # {turn: flat indices of its action}
-        for turn, seq, shared, path in walk(turns):
+        for turn, seq, shared in sorted_with_prefix_lengths(turns):
+            queries = len(seq) - shared
+            path = path[:shared] + array("q", range(len(ids), len(ids) + queries))
             ids += map(ord, seq[shared:])
             pos += range(shared, len(seq))
             parent += [path[i - 1] if i else -1 for i in range(shared, len(seq))]
-            queries = len(seq) - shared
             if runs and shared == len(runs[-1][1]):  # the turn extends the last run
                 queries += runs.pop()[0]
             runs.append((queries, path))
@@ -452,10 +449,10 @@ def forward(model, turns, tree_tokens=math.inf, label=None):
     """Returns ({turn: (L,) log-probs of its action given its prompt}, trees), for backward().
 
     All ranks must call this with the same turns. Each computes a share of the trees, and gets the
-    log-probs of the others. They are leaves on the CPU, in fp32 or fp64: loss.backward() fills
-    their .grad, which backward() carries into the weights. trees: this rank's [(Tree, (A,)
-    log-probs with the graph, the leaf)]; of several trees no graph is kept, so that only one tree's
-    activations are in memory.
+    log-probs of the others. They are views of one leaf on the CPU, in fp32 or fp64: loss.backward()
+    fills its .grad, which backward() carries into the weights. trees: this rank's [(Tree, (A,)
+    log-probs with the graph, the leaf, where these begin in it)]; of several trees no graph is
+    kept, so that only one tree's activations are in memory.
     tree_tokens: see partition. label: of a progress bar.
     """
     training = torch.is_grad_enabled()
@@ -475,11 +472,10 @@ def forward(model, turns, tree_tokens=math.inf, label=None):
     flat = torch.cat(by_part)
     if WORLD > 1:
         dist.all_reduce(flat)
-    by_part = [x.requires_grad_(training) for x in flat.split([*map(sum, lengths)])]
-    logps = {}  # partition may repeat the last part: only its last copy's leaf gets a gradient
-    for part, x, sizes in zip(parts, by_part, lengths):
-        logps.update(zip(part, x.split(sizes)))
-    trees = [(*pair, by_part[n]) for pair, n in zip(computed, mine)]
+    flat.requires_grad_(training)
+    logps = dict(zip(chain(*parts), flat.split([*chain(*lengths)])))  # of a repeated part the last
+    starts = [0, *accumulate(map(len, by_part))]
+    trees = [(*computed_tree, flat, starts[n]) for computed_tree, n in zip(computed, mine)]
     return {turn: logps[turn] for turn in turns}, trees
 
 
@@ -489,11 +485,10 @@ def backward(model, trees):
     Each of several trees is computed once more. Each rank adds the gradient of its own trees, and
     FSDP sums them.
     """
-    for tree, logps, leaf in trees:
+    for tree, logps, leaf, start in trees:
         if len(trees) > 1:
             logps = model(tree)
-        gradient = torch.zeros_like(leaf) if leaf.grad is None else leaf.grad  # None: repeated
-        logps.backward(gradient.to(logps.device))
+        logps.backward(leaf.grad[start:start + len(logps)].to(logps.device))
 
 
 @torch.no_grad()
@@ -700,9 +695,15 @@ def pick_dtype(name, device):
     return {"bf16": torch.bfloat16, "fp32": torch.float32}[name]
 
 
-def model_facts(args, device):
-    """Returns the facts about --model that the first row of metrics.jsonl has."""
-    return {"dtype": str(pick_dtype(args.dtype, device)), "model_weights": base_digest(args.model)}
+def run_facts(args, device, trajectories):
+    """Returns what a run that is resumed must have in common with this command, beside flags."""
+    return {"data_hash": data_hash(trajectories), "model_weights": base_digest(args.model),
+            "dtype": str(pick_dtype(args.dtype, device))}
+
+
+def data_hash(trajectories):
+    """Returns a hash of what was read of a trainer's records, whatever their order."""
+    return digest(sorted(digest([t.record, t.turns()]) for t in trajectories))
 
 
 # --- model files ----------------------------------------------------------------------------------
@@ -842,8 +843,8 @@ def render(tokenizer, messages, thinking=0):
 def action_ids(tokenizer, action, history, thinking=0):
     """Returns the packed ids of an action, which follow the whole prompt.
 
-    They are those sampled, if they spell the action's text; else those of the text up to and with
-    the end of a message.
+    They are the sampled ids, if there are any and they decode to the action's text. Otherwise they
+    are those of the text, to which the end of a message is added.
     """
     text = text_of(tokenizer, action, thinking)
     ids = action.get("token_ids")
@@ -860,15 +861,10 @@ def action_ids(tokenizer, action, history, thinking=0):
 
 
 def text_of(tokenizer, action, thinking):
-    """Returns an action's output; or its content, if it has no output or somebody edited it.
-
-    If the prompt opens a thought, the content returned closes it first.
-    """
-    opening, content = think_prefix(tokenizer, thinking), action.get("content", "")
+    """Returns an action's output; or its content, which closes a thought that the prompt opens."""
     if "output" in action:
-        said, _ = read_action(opening + action["output"], last=False)
-        if "content" not in action or content.strip() == said:
-            return action["output"]
+        return action["output"]
+    opening, content = think_prefix(tokenizer, thinking), action.get("content", "")
     if not opening:
         return content
     return content.removeprefix(opening) if "</think>" in content else "</think>" + content
@@ -884,7 +880,8 @@ def spells(tokenizer, ids, text):
 def written_text(tokenizer, text, history, thinking):
     """Returns what follows the prompt in the template's text of a dialogue that ends in `text`.
 
-    If the template writes another prompt there, or not the whole text, returns the text itself.
+    If the template writes another prompt there, or not the whole text (it may drop a thought),
+    returns the text itself.
     """
     prompt = template_text(tokenizer, history, thinking, add_prompt=True)
     dialogue = [*history, {"role": "assistant", "content": text}]
@@ -920,8 +917,9 @@ def template_text(tokenizer, messages, thinking, add_prompt):
 def as_text(tokenizer, text):
     """Returns a text with a space inside whatever would become a special token such as <|im_end|>.
 
-    Only the template writes these.
+    Only the template writes these. Lone surrogates, which JSON may spell, become "?".
     """
+    text = text.encode(errors="replace").decode()
     tokens = added_tokens(tokenizer, special_only=True)
     return tokens.sub(lambda match: match[0][0] + " " + match[0][1:], text)
 
@@ -954,7 +952,8 @@ def end_of_message(tokenizer):
 def think_prefix(tokenizer, thinking=0):
     """Returns "<think>" if the generation prompt opens a thought, which outputs continue, or "".
 
-    Fails if the template writes a header before an assistant's message but no prompt.
+    Fails if the template has no generation prompt although a header, such as <|assistant|>, begins
+    an assistant's message: the model would have to guess it.
     """
     bare = template_text(tokenizer, PROBE[:1], thinking, add_prompt=False)
     prompt = template_text(tokenizer, PROBE[:1], thinking, add_prompt=True)
@@ -1033,11 +1032,11 @@ def save_checkpoint(model, optimizer, out, step):
     barrier()  # so that no rank ends the program while rank 0 still writes
 
 
-def load_checkpoint(model, optimizer, directory):
-    """Loads the last checkpoint of a RunDirectory, if it has one; removes all others."""
-    drop_checkpoints(directory.out, keep=directory.step)  # a kill may leave others, or partial ones
-    if directory.step:
+def load_checkpoint(model, optimizer, out, step):
+    """Loads out/checkpoint-STEP, if step is not 0; removes all others."""
+    drop_checkpoints(out, keep=step)  # a kill may leave others, or partial ones
+    if step:
         state = training_state(model, optimizer)
-        dcp.load(state, checkpoint_id=os.path.join(directory.out, f"checkpoint-{directory.step}"))
+        dcp.load(state, checkpoint_id=os.path.join(out, f"checkpoint-{step}"))
         set_state_dict(model, optimizer, model_state_dict=state["weights"],
                        optim_state_dict=state["moments"])

@@ -32,12 +32,12 @@ import torch.nn.functional as F
 
 from colbench import content_hash
 from model import (all_batches, backward, base_digest, check_finite, clip_gradient, forward,
-                   hold_out, load, load_checkpoint, mean_over_pairs, model_facts, pair_accuracy,
-                   read_trajectories, reference_logps, save, save_checkpoint, score,
+                   hold_out, load, load_checkpoint, mean_over_pairs, pair_accuracy,
+                   read_trajectories, reference_logps, run_facts, save, save_checkpoint, score,
                    trajectory_pairs, turns_in)
-from utils import (RANK, Log, RunDirectory, changed_scripts, check_ranges, fail, from_rank_0,
-                   init_distributed, lr_at, machine_flags, open_stdout, parser, read_metrics, run,
-                   say)
+from utils import (RANK, RunLog, changed_scripts, check_ranges, fail, from_rank_0,
+                   init_distributed, lr_at, machine_flags, open_stdout, parser, read_metrics,
+                   run, say)
 
 
 def get_args(argv=None):
@@ -147,7 +147,7 @@ def batch_loss(args, pairs, logps, ref_logps):
 
 # --- training -------------------------------------------------------------------------------------
 
-def train(args, directory, trajectories, ref_turn_of, device):
+def train(args, log, trajectories, ref_turn_of, device):
     """Trains a critic. Returns (critic, {turn: (L,) pi_ref log-probs})."""
     groups, held_out = from_rank_0(lambda: make_pairs(args, trajectories))
     batches = all_batches(groups, args.batch_size, args.epochs, args.seed)
@@ -155,15 +155,14 @@ def train(args, directory, trajectories, ref_turn_of, device):
     tasks = sorted({content_hash(t.record["task"]) for t in trajectories if t.task in train_tasks})
     n_pairs = sum(len(pairs) for _, pairs in groups)
     say(f"{n_pairs} pairs, {len(batches)} steps")
-    directory.start(steps=len(batches), pairs=n_pairs, held_out_pairs=len(held_out), tasks=tasks)
     model, tokenizer = load(args.model, device, args.dtype, args, train=True)
     ref_logps = reference_logps(model, ref_turn_of, args.tree_tokens)
     optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr, betas=(0.9, 0.95),
                                   weight_decay=0.0, fused=True)
-    load_checkpoint(model, optimizer, directory)
+    load_checkpoint(model, optimizer, args.out, log.step)
+    log.start("critic", len(batches), pairs=n_pairs, held_out_pairs=len(held_out), tasks=tasks)
 
-    log = Log(directory, "critic", len(batches))
-    for step in range(directory.step, len(batches)):
+    for step in range(log.step, len(batches)):
         batch, began = batches[step], time.monotonic()
         logps, trees = forward(model, turns_in(batch), args.tree_tokens)  # {turn: (L,)}
         loss, metrics = batch_loss(args, batch, logps, ref_logps)
@@ -252,23 +251,24 @@ def print_ordered_pairs(trajectories, min_gap, trained_on):
 
 def main(args):
     emit, device = open_stdout(), init_distributed()
+    folder = args.score or args.out
     if args.score:
         check_pi_ref(args.score, args.model)
     else:
-        directory = RunDirectory(args)
+        log = RunLog(args)
     trajectories = [] if RANK else read(args)  # only rank 0 has them
     ref_turn_of = from_rank_0(lambda: ref_turns(trajectories))
     if not args.score:
-        directory.check(trajectories, **model_facts(args, device))
-    if args.score or directory.finished:
-        model, ref_logps = load_critic(args, args.score or args.out, ref_turn_of, device)
+        log.check(run_facts(args, device, trajectories))
+    if args.score or log.finished:
+        model, ref_logps = load_critic(args, folder, ref_turn_of, device)
     else:
-        model, ref_logps = train(args, directory, trajectories, ref_turn_of, device)
+        model, ref_logps = train(args, log, trajectories, ref_turn_of, device)
     logps = score(model, list(ref_logps), args.tree_tokens, "advantages")
     if RANK:
         return
     add_scores(trajectories, logps, ref_logps)
-    trained_on = read_critic(args.score or args.out).get("tasks", ())
+    trained_on = read_critic(folder).get("tasks", ())
     print_ordered_pairs(trajectories, args.min_gap, trained_on)
     for t in trajectories:
         emit(t.record)

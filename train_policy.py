@@ -26,10 +26,10 @@ import torch.nn.functional as F
 
 from model import (Pair, Trajectory, all_batches, backward, check_finite, clip_gradient,
                    comparable_groups, forward, hold_out, load, load_checkpoint, mean_over_pairs,
-                   model_facts, pair_accuracy, read_trajectories, save, save_checkpoint, score,
+                   pair_accuracy, read_trajectories, run_facts, save, save_checkpoint, score,
                    trajectory_pairs, turns_in)
-from utils import (RANK, Log, RunDirectory, check_ranges, fail, from_rank_0, init_distributed,
-                   lr_at, machine_flags, parser, rng, run, say)
+from utils import (RANK, RunLog, check_ranges, fail, from_rank_0, init_distributed, lr_at,
+                   machine_flags, parser, rng, run, say)
 
 
 def get_args(argv=None):
@@ -97,6 +97,7 @@ def make_pairs(args, trajectories, ref_logps):
 def make_groups(args, trajectories, ref_logps):
     """Returns [(task id, [Pair])], one group per task or, for candidates, one per trajectory.
 
+    An epoch keeps a group together, so that a batch's turns share prefixes.
     ref_logps: {turn: (L,) log-probs under pi_ref} of the candidates, if there is --logprob_weight.
     """
     if args.loss == "rft":
@@ -212,7 +213,7 @@ def batch_loss(args, pairs, logps, ref_logps):
 
 # --- training -------------------------------------------------------------------------------------
 
-def train(args, directory, trajectories, device):
+def train(args, log, trajectories, device):
     """Trains a policy, and saves it in --out."""
     model, tokenizer = load(args.model, device, args.dtype, args, train=True)
     ref_logps = candidate_logps(args, trajectories, model)
@@ -220,17 +221,16 @@ def train(args, directory, trajectories, device):
     batches = all_batches(groups, args.batch_size, args.epochs, args.seed)
     n_pairs = sum(len(pairs) for _, pairs in groups)
     say(f"{n_pairs} {'trajectories' if args.loss == 'rft' else 'pairs'}, {len(batches)} steps")
-    directory.start(steps=len(batches), pairs=n_pairs, held_out_pairs=len(held_out))
     if args.loss != "rft":
         turns = turns_in(chain(*(group for _, group in groups), held_out))
         ref_logps |= score(model, [turn for turn in turns if turn not in ref_logps],
                            args.tree_tokens, "reference")
     optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr, betas=(0.9, 0.95),
                                   weight_decay=0.0, fused=True)
-    load_checkpoint(model, optimizer, directory)
+    load_checkpoint(model, optimizer, args.out, log.step)
+    log.start("policy", len(batches), pairs=n_pairs, held_out_pairs=len(held_out))
 
-    log = Log(directory, "policy", len(batches))
-    for step in range(directory.step, len(batches)):
+    for step in range(log.step, len(batches)):
         batch, began = batches[step], time.monotonic()
         logps, trees = forward(model, turns_in(batch), args.tree_tokens)  # {turn: (L,)}
         loss, metrics = batch_loss(args, batch, logps, ref_logps)
@@ -260,11 +260,11 @@ def train(args, directory, trajectories, device):
 
 def main(args):
     device = init_distributed()
-    directory = RunDirectory(args)
+    log = RunLog(args)
     trajectories = [] if RANK else read(args)  # only rank 0 has them
-    directory.check(trajectories, **model_facts(args, device))
-    if not directory.finished:
-        train(args, directory, trajectories, device)
+    log.check(run_facts(args, device, trajectories))
+    if not log.finished:
+        train(args, log, trajectories, device)
 
 
 if __name__ == "__main__":

@@ -1,8 +1,7 @@
 """Shared by all scripts.
 
     flags            the argument parser of all scripts, and flags of both trainers
-    training         Log: metrics.jsonl and the progress bar; the learning rate
-    --out            RunDirectory: what resumes, and what must not have changed
+    training         RunLog: the --out directory, metrics, what resumes; the learning rate
     ranks            the processes that torchrun starts
     records          reading and writing JSON lines
     messages         warnings, progress bars
@@ -28,7 +27,6 @@ import os
 import pickle
 import platform
 import random
-import re
 import shutil
 import signal
 import subprocess
@@ -43,8 +41,6 @@ HERE = os.path.dirname(os.path.abspath(__file__))
 RANK = int(os.environ.get("RANK") or 0)  # torchrun sets both; without it this is rank 0 of 1
 WORLD = int(os.environ.get("WORLD_SIZE") or 1)
 WARNINGS = {}  # {what: [example]}
-if WORLD > 1:  # a slow import, needed only to communicate
-    import torch.distributed as dist
 
 
 # --- flags ----------------------------------------------------------------------------------------
@@ -92,68 +88,15 @@ def check_ranges(args):
         fail("--mix must be finite, and not negative")
 
 
-# --- training: metrics.jsonl and the learning rate ------------------------------------------------
+# --- training: the --out directory and the learning rate ------------------------------------------
 
-class Log:
-    """Writes the metrics of a training run to metrics.jsonl, and shows them on stderr.
-
-    Every rank needs one, because a step's tokens are summed over the ranks.
-    """
-
-    def __init__(self, directory, label, total):
-        """directory: the RunDirectory. label: of the progress bar. total: the number of steps."""
-        self.directory, self.label, self.n_done = directory, label, directory.step
-        self.bar = progress(label, total=total, initial=directory.step)
-
-    def step_row(self, began, tokens, **row):
-        """Writes the metrics of a training step.
-
-        began: time.monotonic() at its start. tokens: those of this rank.
-        """
-        row["tokens"] = int(sum_over_ranks(tokens))
-        seconds = time.monotonic() - began
-        row |= {"seconds": round(seconds, 4), "tokens_per_second": round(row["tokens"] / seconds)}
-        self.n_done = row["step"] + 1
-        if RANK == 0:
-            self.directory.append(row)
-            self.bar.set_postfix(numbers_of(row), refresh=False)
-            self.bar.update()
-
-    def row(self, **row):
-        """Writes other metrics, and prints them."""
-        if RANK == 0:
-            self.directory.append(row)
-            say(f"{self.label}: {', '.join(f'{name} {x}' for name, x in numbers_of(row).items())}")
-
-    def finish(self):
-        """Writes the last row, and removes the checkpoints, as the model is in --out."""
-        self.bar.close()
-        self.row(finished=self.n_done)
-        drop_checkpoints(self.directory.out)
-
-
-def numbers_of(row):
-    """Returns the metrics of a row that are numbers; metrics.jsonl may have lists, too."""
-    return {name: x for name, x in row.items() if isinstance(x, (int, float))}
-
-
-def lr_at(step, steps, peak):
-    """Returns the learning rate of a 0-based step: linear warm-up to `peak`, cosine to a tenth."""
-    warmup = max(round(0.03 * steps), min(3, steps // 3))
-    if step < warmup:
-        return peak * (step + 1) / warmup
-    done = (step - warmup) / (steps - warmup)
-    return peak * (0.1 + 0.45 * (1 + math.cos(math.pi * done)))
-
-
-# --- the --out directory of a run -----------------------------------------------------------------
-
-class RunDirectory:
-    """The directory --out of a training run, which it locks; it also has copies of the scripts.
+class RunLog:
+    """The directory --out of a training run: it has the metrics, and copies of the scripts.
 
     rows: those of metrics.jsonl, [] in a new run; the first one has all flags. step: that of the
-    last checkpoint, from which a run resumes. A run that is resumed, or that is only read because
-    it is `finished`, must have the same scripts, flags, data and weights as this command.
+    last checkpoint, from which a run resumes. finished: whether the run has nothing left to do.
+    check() compares this command with the run, in either case. Every rank needs a RunLog, because
+    a step's tokens are summed over the ranks.
     """
     MAY_CHANGE = ["out", "tree_tokens", "recompute", "compile", "offload", "save_every",
                   "eval_every", "model"]  # of the model, check() compares the weights
@@ -180,14 +123,14 @@ class RunDirectory:
         steps = [name.removeprefix("checkpoint-") for name in names]
         return rows, max([int(step) for step in steps if step.isdecimal()], default=0)
 
-    def check(self, trajectories, **facts):
-        """Exits if the run in --out has other scripts, flags, data or facts than this command."""
+    def check(self, facts):
+        """Exits if the run in --out has other scripts, flags or facts than this command."""
         if RANK:
             return
+        self.facts = facts
         flags = {name: x for name, x in vars(self.args).items() if name not in self.MAY_CHANGE}
-        self.facts = {"data_hash": data_hash(trajectories), **facts}
         if self.rows:
-            now, before = flags | self.facts, self.rows[0]["args"] | self.rows[0]
+            now, before = flags | facts, self.rows[0]["args"] | self.rows[0]
             different = changed_scripts(self.out) or ", ".join(
                 name for name in now if before.get(name) != now[name])
             if different:
@@ -198,12 +141,17 @@ class RunDirectory:
             say(f"{self.out} is already trained with these scripts, flags and data; choose another "
                 "--out to train again")
 
-    def start(self, **numbers):
-        """Writes the first row, and copies the scripts. numbers: of pairs, steps and the like."""
+    def start(self, label, steps, **numbers):
+        """Writes the first row, and copies the scripts.
+
+        label: of the progress bar. steps: their number. numbers: of pairs and the like.
+        """
+        self.label, self.n_done = label, self.step
+        self.bar = progress(label, total=steps, initial=self.step)
         if RANK:
             return
         first = {"args": vars(self.args), "argv": sys.argv, "cwd": os.getcwd(),
-                 "version": version(), "world": WORLD, **self.facts, **numbers}
+                 "version": version(), "world": WORLD, **self.facts, "steps": steps, **numbers}
         if self.rows:
             first = {"resumed": self.step, **first}
         rows = [row for row in self.rows if row.get("step", -1) < self.step]
@@ -216,9 +164,49 @@ class RunDirectory:
                 with writing(copy) as part:
                     shutil.copy(os.path.join(HERE, name), part)
 
+    def step_row(self, began, tokens, **row):
+        """Writes the metrics of a training step.
+
+        began: time.monotonic() at its start. tokens: those of this rank.
+        """
+        row["tokens"] = int(sum_over_ranks(tokens))
+        seconds = time.monotonic() - began
+        row |= {"seconds": round(seconds, 4), "tokens_per_second": round(row["tokens"] / seconds)}
+        self.n_done = row["step"] + 1
+        if RANK == 0:
+            self.append(row)
+            self.bar.set_postfix(numbers_of(row), refresh=False)
+            self.bar.update()
+
+    def row(self, **row):
+        """Writes other metrics, and prints them."""
+        if RANK == 0:
+            self.append(row)
+            say(f"{self.label}: {', '.join(f'{name} {x}' for name, x in numbers_of(row).items())}")
+
     def append(self, row):
         """Appends a row to metrics.jsonl."""
         self.file.write(json.dumps(row) + "\n")
+
+    def finish(self):
+        """Writes the last row, and removes the checkpoints, as the model is in --out."""
+        self.bar.close()
+        self.row(finished=self.n_done)
+        drop_checkpoints(self.out)
+
+
+def numbers_of(row):
+    """Returns the metrics of a row that are numbers; metrics.jsonl may have lists, too."""
+    return {name: x for name, x in row.items() if isinstance(x, (int, float))}
+
+
+def lr_at(step, steps, peak):
+    """Returns the learning rate of a 0-based step: linear warm-up to `peak`, cosine to a tenth."""
+    warmup = max(round(0.03 * steps), min(3, steps // 3))
+    if step < warmup:
+        return peak * (step + 1) / warmup
+    done = (step - warmup) / (steps - warmup)
+    return peak * (0.1 + 0.45 * (1 + math.cos(math.pi * done)))
 
 
 def changed_scripts(out):
@@ -262,8 +250,11 @@ def cpus():
 
 
 def init_distributed():
-    """Initializes the process group, of one rank without torchrun; returns the torch.device."""
-    import torch
+    """Initializes the process group, of one rank without torchrun; returns the torch.device.
+
+    Ranks wait for each other at most a day, as rank 0 may read from a pipe for hours.
+    """
+    import torch  # slow, and not every script needs it
     import torch.distributed as dist
     device, backend = torch.device("cpu"), "gloo"
     if torch.cuda.is_available():  # batch shapes vary and would fragment memory
@@ -271,30 +262,24 @@ def init_distributed():
         device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
         torch.cuda.set_device(device)
         ranks = int(os.environ.get("LOCAL_WORLD_SIZE", 1))  # torchrun sets one thread per rank
-        torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // ranks))
+        torch.set_num_threads(max(1, cpus() // ranks))
         backend = "cpu:gloo,cuda:nccl"
     alone = {}
     if WORLD == 1:
         alone = {"store": dist.HashStore(), "rank": 0, "world_size": 1}
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # else gloo listens on the network
     if not dist.is_initialized():
-        dist.init_process_group(backend, timeout=timedelta(hours=1), **alone)
+        dist.init_process_group(backend, timeout=timedelta(days=1), **alone)
     return device
-
-
-@functools.cache
-def patient_group():
-    """Returns the process group of ranks that wait for rank 0, for hours if it reads stdin."""
-    return dist.new_group(backend="gloo", timeout=timedelta(days=30))
 
 
 def from_rank_0(make):
     """Returns make() of rank 0 on all ranks; only rank 0 calls it."""
     if WORLD == 1:
         return make()
-    group = patient_group()  # all ranks join it before rank 0 begins
+    import torch.distributed as dist
     objects = [None if RANK else make()]
-    dist.broadcast_object_list(objects, src=0, group=group)
+    dist.broadcast_object_list(objects, src=0)
     return objects[0]
 
 
@@ -304,7 +289,7 @@ def sum_over_ranks(number):
         return number
     import torch
     total = torch.tensor(number, dtype=torch.float64)
-    dist.all_reduce(total)
+    torch.distributed.all_reduce(total)
     return total.item()
 
 
@@ -326,22 +311,11 @@ def read_jsonl(stream, name="stdin"):
             record = parse_json(line)
         except (ValueError, RecursionError) as e:
             fail(f"{place}: not JSON ({e}); every line must be one JSON object")
-        if SURROGATE.search(line):
-            record = without_surrogates(record)
         if not isinstance(record, dict):
             fail(f"{place}: not a JSON object")
         yield place, record
     if is_empty:
         fail(f"{name} is empty: did the previous stage fail, or was there nothing left to resume?")
-
-
-SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]|\xed[\xa0-\xbf]")  # also those of pairs
-
-
-def without_surrogates(record):
-    """Replaces lone surrogates, which a model may sample, because UTF-8 can't encode them."""
-    text = json.dumps(record, ensure_ascii=False).encode("utf-16", "surrogatepass")
-    return json.loads(text.decode("utf-16", "replace"))
 
 
 def parse_json(text):
@@ -459,11 +433,6 @@ def rng(*key):
 def digest(x):
     """Returns a short hash, by value, of nested lists, tuples, numbers and strings."""
     return hashlib.sha256(ascii(x).encode()).hexdigest()[:16]
-
-
-def data_hash(trajectories):
-    """Returns a hash of what was read of a trainer's records, whatever their order."""
-    return digest(sorted(digest([t.record, t.turns()]) for t in trajectories))
 
 
 @functools.cache

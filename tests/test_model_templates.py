@@ -3,6 +3,7 @@
 The oracle is the template's text of the whole conversation, history and message.
 """
 import copy
+import json
 import random
 from functools import partial
 
@@ -118,6 +119,15 @@ def test_a_stored_message_follows_the_prompt_and_ends_as_the_template_ends_it(na
                     assert text + got == whole[:whole.rindex(end) + len(end)]
                 else:
                     assert got == said[t] + end
+
+
+def test_a_lone_surrogate_becomes_a_question_mark():
+    """Tokenizers can't encode it, but JSON may spell it; a pair of them is one character."""
+    tokenizer = tokenizer_of("llama3")
+    history = dialogue(json.loads(r'"a\ud800 \ud83d\ude42"'))
+    assert "a? 🙂<|eot_id|>" in tokenizer.decode(M.render(tokenizer, history))
+    ids = M.action_ids(tokenizer, {"output": "\udc00b"}, history)
+    assert tokenizer.decode([*map(ord, ids)]) == "?b<|eot_id|>"
 
 
 STORED = {"content": "the fee?"}

@@ -373,17 +373,16 @@ def test_the_edit_csv_has_each_step_once_with_its_held_out_metrics(tmp_path):
     out = tmp_path / "out"
 
     def run(until):
-        directory = utils.RunDirectory(SimpleNamespace(out=str(out), given={}))
-        directory.check([])
-        directory.start(steps=5)
-        log = utils.Log(directory, "policy", 5)
-        for step in range(directory.step, 5):
+        log = utils.RunLog(SimpleNamespace(out=str(out)))
+        log.check({})
+        log.start("policy", 5)
+        for step in range(log.step, 5):
             log.step_row(time.monotonic(), 10, step=step, loss=until + step / 10)
             if step % 2:
                 log.row(step=step, held_out_loss=step / 100)
             if step + 1 == until:
                 break  # as if it was killed
-        os.close(directory.lock)
+        os.close(log.lock)
 
     run(4)
     (out / "checkpoint-2").mkdir()

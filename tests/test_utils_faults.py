@@ -177,20 +177,19 @@ def test_the_copy_of_a_script_is_whole_or_not_there(tmp_path, monkeypatch):
         raise OSError(errno.ENOSPC, "No space left")
 
     args = argparse.Namespace(out=str(tmp_path))
-    directory = utils.RunDirectory(args)
-    directory.check([])
+    log = utils.RunLog(args)
+    log.check({})
     with monkeypatch.context() as m, pytest.raises(OSError):
         m.setattr(shutil, "copy", fail_in_the_middle)
-        directory.start()
+        log.start("policy", 1)
     assert not [*tmp_path.glob("*.py")]
-    os.close(directory.lock)
-    directory = utils.RunDirectory(args)
-    directory.check([])
-    directory.start()
-    os.close(directory.lock)
-    kept, whole = ({path.name: path.read_text() for path in Path(folder).glob("*.py*")}
-                   for folder in (tmp_path, ROOT))
-    assert kept == whole
+    os.close(log.lock)
+    log = utils.RunLog(args)
+    log.check({})
+    log.start("policy", 1)
+    os.close(log.lock)
+    whole = {path.name: path.read_text() for path in Path(ROOT).glob("*.py")}
+    assert {path.name: path.read_text() for path in tmp_path.glob("*.py*")} == whole
 
 
 @pytest.fixture

@@ -18,8 +18,8 @@ from importlib import import_module
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-from model import all_batches, common_prefix, find_model, load  # noqa: E402
-from utils import changed_scripts, data_hash, fail, read_metrics, run, say  # noqa: E402
+from model import all_batches, common_prefix, data_hash, find_model, load  # noqa: E402
+from utils import changed_scripts, fail, read_metrics, run, say  # noqa: E402
 
 TRAINERS = "train_policy.py", "train_critic.py"
 COLOURS = {"chosen": "\033[32m", "rejected": "\033[31m"}
