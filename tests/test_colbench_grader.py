@@ -714,7 +714,8 @@ def test_what_the_server_has_loaded_takes_no_memory_from_an_answer(monkeypatch, 
     for size, reward in (900 << 20, 1), (1100 << 20, 0):
         with closing(Grader(workers=1)) as g:
             answer = f"import mmap\ndef f(x):\n    mmap.mmap(-1, {size}).close()\n    return x * 2"
-            assert g.grade(DOUBLE, answer)["reward"] == reward
+            graded = g.grade(DOUBLE, answer)
+            assert graded["reward"] == reward, graded
 
 
 def test_a_child_that_cannot_confine_itself_tells_its_cause(monkeypatch, tmp_path):

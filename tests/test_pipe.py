@@ -163,9 +163,7 @@ COMPLAINTS = [  # command, its stdin, a part of the line that says what is wrong
     ("colbench.py grade", [{"task": {**TASK, "test_cases": {}}, "answer": "x"}],
      "the task 'p' has no test_cases"),
     ("colbench.py check", [{**TASK, "test_cases": None}], "the task 'p' has no test_cases"),
-    ("train_critic.py --out x --score x", "", "--score: not allowed with argument --out"),
-    ("train_critic.py --score=", "", "--model is needed, because --score '' is not a run"),
-    ("train_critic.py --score MODEL", "", "--model is needed, because --score"),
+    ("train_critic.py --score MODEL", "", "m is no trained critic, which names its own"),
     ("train_critic.py --out x --epoch 1", "", "--epoch 1"),  # no abbreviations
     ("train_critic.py --model MODEL", ONCE, "no task has a pair"),
     ("collect.py --model no/such --human fixed:no", BARE, "no model at 'no/such'"),

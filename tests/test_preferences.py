@@ -255,7 +255,7 @@ def test_a_pair_has_all_messages_of_the_assistant(tiny_dir, groups_of):
     want = [tuple(turns_of(tokenizer, {"dialogue_history": line["prompt"] + side}))
             for side in sides]
     assert list(map(len, want)) == [2, 1]
-    assert groups_of([line]) == [[Pair(*want)]]
+    assert groups_of([line]) == [[Pair(*want, 1.0, 0.0)]]
 
 
 def test_names_of_a_records_fields_and_whole_weights_bind_no_preference():

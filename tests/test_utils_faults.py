@@ -135,8 +135,8 @@ EDITS = {  # {function: (command, file, what the edit changes, to what)}
     "sample_turn": (["collect.py", "--model", "MODEL", "--human", "fixed:ok", "--max_tokens", 5],
                     "collect.py", "candidates = actions[n_actions:]",
                     "candidates = actions[n_action:]"),
-    "grade": (["colbench.py", "grade"], "colbench.py", "tests, answer = list(task[",
-              "tests, answer = list(task.test_cases, [")}
+    "grade": (["colbench.py", "grade"], "colbench.py", "tests, answer = tests_of(task)",
+              "tests, answer = tests_of(task.test_cases)")}
 
 
 @pytest.mark.parametrize("function", EDITS)
@@ -189,7 +189,7 @@ def test_the_copy_of_a_script_is_whole_or_not_there(tmp_path, monkeypatch):
     log.start("policy", 1)
     os.close(log.lock)
     whole = {path.name: path.read_text() for path in Path(ROOT).glob("*.py")}
-    assert {path.name: path.read_text() for path in tmp_path.glob("*.py*")} == whole
+    assert {path.name: path.read_text() for path in tmp_path.glob("*.py") if path.is_file()} == whole
 
 
 @pytest.fixture
