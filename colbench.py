@@ -667,10 +667,10 @@ class Grader:
             answer = first_block(answer)
         key = digest([task["ground_truth"], tests])
         if key not in self.expected:
-            self.expected[key] = self.results(task["ground_truth"], tests, time_factor=3)
+            self.expected[key] = self.results_of(task["ground_truth"], tests, time_factor=3)
         expected = self.expected[key]
         useful = [i for i, result in enumerate(expected) if has_value(result)]
-        results = dict(zip(useful, self.results(answer, [tests[i] for i in useful])))
+        results = dict(zip(useful, self.results_of(answer, [tests[i] for i in useful])))
         verdicts = [verdict(result, results.get(i)) for i, result in enumerate(expected)]
         return with_reward(task, verdicts)
 
@@ -681,7 +681,7 @@ class Grader:
             return with_reward(task, [MAY_VARY] * len(tests))
         return self.grade(task, task["ground_truth"])
 
-    def results(self, text, tests, time_factor=1):
+    def results_of(self, text, tests, time_factor=1):
         """Returns a result per test (see ForkServer.run_child). time_factor: of the limits."""
         results, seconds_left = [], LIMITS["answer"] * time_factor
         with_packages = any(word in source for word in PACKAGES for source in (text, *tests))

@@ -197,7 +197,7 @@ def test_grade_has_the_clock_and_the_random_numbers_of_the_machine(grader):
     now = task("import datetime\ndef f(x):\n    return datetime.datetime.now().year", "f(1)")
     grader.grade_reference(now)
     assert grader.grade(now, f"def f(x): return {time.localtime().tm_year}")["reward"] == 1
-    results = {grader.results("import random", ["random.random()"])[0] for _ in range(3)}
+    results = {grader.results_of("import random", ["random.random()"])[0] for _ in range(3)}
     assert len(results) == 3
 
 
@@ -241,8 +241,8 @@ def test_every_codec_is_there(grader):
     except UnicodeError: return 'not this data'
     except LookupError: return 'a codec for something else than text'"""
     exec(code, space := {})
-    given = grader.results(code, [f"f({name!r})" for name in names])
-    wanted = grader.results("", [repr(space["f"](name)) for name in names])
+    given = grader.results_of(code, [f"f({name!r})" for name in names])
+    wanted = grader.results_of("", [repr(space["f"](name)) for name in names])
     assert dict(zip(names, given)) == dict(zip(names, wanted))
 
 
@@ -274,8 +274,8 @@ def imported(path):
 def test_what_numpy_and_sympy_import_late_is_loaded(grader):
     """By all import statements in the files of loaded modules, also those within functions."""
     files = dict(module_files())
-    (yes,) = grader.results("", ["True"])
-    told = grader.results("import numpy, sys", [f"{name!r} in sys.modules" for name in files])
+    (yes,) = grader.results_of("", ["True"])
+    told = grader.results_of("import numpy, sys", [f"{name!r} in sys.modules" for name in files])
     loaded = {name for name, result in zip(files, told) if result == yes}
     sources = [files[name] for name in loaded if files[name].suffix == ".py"]
     late = {name for path in sources for name in imported(path)} & files.keys() - loaded
@@ -372,7 +372,7 @@ def test_a_child_finds_nothing_to_read(grader):
     probe = ("import os, sys\ndef is_open(fd):\n    try: return os.lseek(fd, 0, 1) >= 0\n"
              "    except OSError as e: return e.errno != 9\ndef wanted(): return ")
     for test, value in facts.items():
-        given, wanted = grader.results(f"{probe}{value!r}", [test, "wanted()"])
+        given, wanted = grader.results_of(f"{probe}{value!r}", [test, "wanted()"])
         assert given == wanted, (test, given)
 
 
@@ -434,7 +434,7 @@ def test_no_call_kills_another_process(grader):
     code = KILLS.replace("CALLS", CALLS[platform.machine()])
     victims = [subprocess.Popen(["sleep", "100"]) for _ in range(2)]
     try:
-        assert grader.results(code, [f"f({victims[0].pid})"]) == grader.results("", ["1"])
+        assert grader.results_of(code, [f"f({victims[0].pid})"]) == grader.results_of("", ["1"])
         assert victims[0].poll() is None
         subprocess.run([sys.executable, "-c", f"{code}\nf({victims[1].pid})"], check=True)
         assert victims[1].wait(10) == -signal.SIGKILL
@@ -473,21 +473,21 @@ def test_no_file_opens_in_any_mode_and_no_call_outside_the_list_is_made(grader):
              sys.executable, "/proc/self/fd/0", "."]
     tests = [f"calls({numbers[i:i + 300]})" for i in range(0, len(numbers), 300)]
     tests += [f"opened({path!r})" for path in paths]
-    assert set(grader.results(SWEEP, tests)) == set(grader.results("", ["[]"]))
+    assert set(grader.results_of(SWEEP, tests)) == set(grader.results_of("", ["[]"]))
     assert traces() == before
 
 
 def test_unseeded_random_numbers_differ_from_child_to_child(grader):
     code = "import random, numpy, sympy.core.random"
     tests = ["random.random()", "numpy.random.rand()", "sympy.core.random.rng.random()"]
-    results = {result for _ in range(6) for result in grader.results(code, tests)}
+    results = {result for _ in range(6) for result in grader.results_of(code, tests)}
     assert len(results) == 18 and all(result.startswith(b"value ") for result in results)
 
 
 def test_an_answer_cannot_read_an_earlier_one(grader):
     """The server sees neither code nor values, so the next child's heap holds none of them."""
     mark = "marker_" + "of_an_earlier_answer"
-    grader.results(f"def {mark}(): return '{mark}' * 50", [f"{mark}()"] * 3)
+    grader.results_of(f"def {mark}(): return '{mark}' * 50", [f"{mark}()"] * 3)
     if os.geteuid():
         pytest.skip("only root may read a server's memory: it is not dumpable")
     for pid in [server.process.pid for worker in grader.workers for server in worker.values()]:
