@@ -15,6 +15,7 @@
     distinct      number of different dialogues: greedy agents and caches repeat themselves
     failed        number of failed episodes of which no other try (--resume) in their file was
                   successful; they count in no other number
+    usage         in the JSON: tokens of agent and human by their servers, failed episodes included
     wins          share of tasks where a system's reward is above the first one's; ties count half
 
 A new share is one line in `metrics` of an Environment (colbench.py), another number one in COUNTS.
@@ -33,7 +34,7 @@ shows its size as well as its significance.
 import math
 import os
 import sys
-from collections import defaultdict
+from collections import Counter, defaultdict
 from statistics import fmean
 from typing import NamedTuple
 
@@ -103,6 +104,7 @@ class Outcome(NamedTuple):
     made_with: dict  # {setting: value}
     metrics: dict    # {metric: value}; None if the episode failed
     dialogue: str    # a hash of its texts
+    usage: dict      # {what it has cost: number}, such as {"human_prompt_tokens": 812}
 
 
 def name_and_files(arg):
@@ -118,6 +120,9 @@ def read_system(name, files, tasks):
     seen = Seen(tasks)
     read = [e for path in files for e in read_file(path, seen)]
     episodes = [e for e in read if e.metrics]
+    usage = Counter()
+    for e in read:
+        usage.update(e.usage)
     metrics = defaultdict(list)  # {task id: [{metric: value} of each episode]}
     for e in episodes:
         metrics[e.task].append(e.metrics)
@@ -130,7 +135,8 @@ def read_system(name, files, tasks):
              "episodes": len(episodes),
              "distinct": len({(e.task, e.dialogue) for e in episodes}),
              "failed": len({e.key for e in read} - {e.key for e in episodes}),
-             "tasks": len(means)}
+             "tasks": len(means),
+             "usage": usage}
     return System(means, facts)
 
 
@@ -161,7 +167,7 @@ def read_episode(file, record):
     if "failed" not in record:
         metrics = episode_metrics(record)
         dialogue = digest(message_texts(record["dialogue_history"]))
-    return Outcome(task_id(task), key, made_with, metrics, dialogue)
+    return Outcome(task_id(task), key, made_with, metrics, dialogue, record.get("usage", {}))
 
 
 def all_settings(episodes):

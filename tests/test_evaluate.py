@@ -314,7 +314,7 @@ def test_an_episode_counts_once_and_a_file_holds_one_system(run):
 
 
 def test_a_failed_episode_is_one_that_its_file_does_not_repeat(run):
-    """As --resume appends to it. Each seed has a file of its own."""
+    """As --resume appends to it. Each seed has a file of its own. All tries have a cost."""
     r = random.Random("retries")
     for _ in range(40):
         files, n_failed, n_done = {}, 0, 0
@@ -329,11 +329,17 @@ def test_a_failed_episode_is_one_that_its_file_does_not_repeat(run):
                     if end == "failed":
                         record = {key: record[key] for key in ("task", "sample")}
                         record["failed"] = "no reply"
+                    if r.random() < 0.7:
+                        record["usage"] = {r.choice("xy"): r.randrange(9), "z": r.randrange(9)}
                     file.append(record)
             r.shuffle(file)
         if n_done:
             (found,), _ = run(f"s={','.join(f'{name}.jsonl' for name in files)}", **files)
             assert (found["episodes"], found["failed"]) == (n_done, n_failed)
+            usages = [x["usage"] for x in sum(files.values(), []) if "usage" in x]
+            names = {name for usage in usages for name in usage}
+            assert found["usage"] == {name: sum(usage.get(name, 0) for usage in usages)
+                                      for name in names}
 
 
 def test_two_tasks_of_one_id_are_not_compared(run):
