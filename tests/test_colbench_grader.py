@@ -535,8 +535,8 @@ def test_a_tenth_of_the_time_asleep_is_charged():
 
 
 def test_a_reference_runs_once_for_the_same_tests(grader, monkeypatch):
-    code, runs, run = "def f(x): return 2 * x  # once", [], grader.results
-    monkeypatch.setattr(grader, "results",
+    code, runs, run = "def f(x): return 2 * x  # once", [], grader.results_of
+    monkeypatch.setattr(grader, "results_of",
                         lambda text, *rest, **more: runs.append(text) or run(text, *rest, **more))
     for test in ("f(1)", "f(2)", "f(1)"):
         assert grader.grade(task(code, test), HONEST)["reward"] == 1
@@ -546,8 +546,8 @@ def test_a_reference_runs_once_for_the_same_tests(grader, monkeypatch):
 def test_an_answer_is_run_for_the_tests_alone_whose_reference_has_a_value(grader, monkeypatch):
     code = "def f(x):\n    if x == 1: return None\n    return {2: [].pop, 3: 3}[x]"
     some = task(code, "f(1)", "f(2)", "f(3)", "f(4)")
-    asked, run = [], grader.results
-    monkeypatch.setattr(grader, "results", lambda text, tests, *more, **named:
+    asked, run = [], grader.results_of
+    monkeypatch.setattr(grader, "results_of", lambda text, tests, *more, **named:
                         asked.append(tests) or run(text, tests, *more, **named))
     graded = grader.grade(some, "def f(x): return x")
     none = "no expected value: "
