@@ -777,8 +777,8 @@ def try_trees(model, turns, own_logps):
     except Exception as e:  # any, such as AttributeError: GPT-2 has no lm.model
         say(f"warning: tree attention fails: {type(e).__name__}: {e}")
         return False
-    # the leak shows whether layers other than attention mix the paths
-    return leak == 0 and agree(logps, own_logps[:len(logps)], model.dtype)
+    # a leak shows that layers other than attention mix the paths
+    return not leak and agree(logps, own_logps[:len(logps)], model.dtype)
 
 
 def can_support_trees(config):
@@ -790,23 +790,20 @@ def can_support_trees(config):
 
 @torch.enable_grad()
 def logps_and_leak(model, turns):
-    """Returns ((A,) log-probs of actions in a tree, the leak).
+    """Returns ((A,) log-probs of actions in a tree, whether one depends on tokens off its path).
 
-    The leak tells how strongly a log-prob depends on tokens that it must not see: the largest
-    gradient at the embedding of a token off its path, divided by the largest at any token. It is 0
-    if paths do not mix. turns must be sorted.
+    That of the last path is tested: it depends on the tokens at whose embeddings its gradient is
+    not 0. turns must be sorted.
     """
     tree, embedded = Tree(turns), []
     embeddings = model.lm.get_input_embeddings()
     with embeddings.register_forward_hook(lambda module, args, out: embedded.append(out)):
         logps = model(tree)
     gradient = torch.autograd.grad(logps[-2], embedded)[0].flatten(0, -2)  # (T, width)
-    norms = gradient.float().norm(dim=-1)  # (T,)
+    leaks = gradient.ne(0).any(-1)  # (T,)
     # the last path ends with the last turn's action; its last two tokens must not be seen, either
-    last_path = tree.paths[-tree.kv[-1]:]
-    off_path = norms.clone()
-    off_path[last_path[:-2]] = 0
-    return logps.detach(), (off_path.max() / norms.max()).item()
+    leaks[tree.paths[-tree.kv[-1]:][:-2]] = False
+    return logps.detach(), leaks.any().item()
 
 
 def verify(model, turns, own_logps, path):
