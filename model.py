@@ -777,8 +777,8 @@ def try_trees(model, turns, own_logps):
     except Exception as e:  # any, such as AttributeError: GPT-2 has no lm.model
         say(f"warning: tree attention fails: {type(e).__name__}: {e}")
         return False
-    # the leak shows whether layers other than attention mix the paths
-    return leak == 0 and agree(logps, own_logps[:len(logps)], model.dtype)
+    # a leak shows that layers other than attention mix the paths
+    return not leak and agree(logps, own_logps[:len(logps)], model.dtype)
 
 
 def can_support_trees(config):
@@ -790,23 +790,20 @@ def can_support_trees(config):
 
 @torch.enable_grad()
 def logps_and_leak(model, turns):
-    """Returns ((A,) log-probs of actions in a tree, the leak).
+    """Returns ((A,) log-probs of actions in a tree, whether one depends on tokens off its path).
 
-    The leak tells how strongly a log-prob depends on tokens that it must not see: the largest
-    gradient at the embedding of a token off its path, divided by the largest at any token. It is 0
-    if paths do not mix. turns must be sorted.
+    That of the last path is tested: it depends on the tokens at whose embeddings its gradient is
+    not 0. turns must be sorted.
     """
     tree, embedded = Tree(turns), []
     embeddings = model.lm.get_input_embeddings()
     with embeddings.register_forward_hook(lambda module, args, out: embedded.append(out)):
         logps = model(tree)
     gradient = torch.autograd.grad(logps[-2], embedded)[0].flatten(0, -2)  # (T, width)
-    norms = gradient.float().norm(dim=-1)  # (T,)
+    leaks = gradient.ne(0).any(-1)  # (T,)
     # the last path ends with the last turn's action; its last two tokens must not be seen, either
-    last_path = tree.paths[-tree.kv[-1]:]
-    off_path = norms.clone()
-    off_path[last_path[:-2]] = 0
-    return logps.detach(), (off_path.max() / norms.max()).item()
+    leaks[tree.paths[-tree.kv[-1]:][:-2]] = False
+    return logps.detach(), leaks.any().item()
 
 
 def verify(model, turns, own_logps, path):
@@ -846,21 +843,21 @@ def action_ids(tokenizer, action, history, thinking=0):
     They are the sampled ids, if there are any and they decode to the action's text. Otherwise they
     are those of the text, to which the end of a message is added.
     """
-    text = text_of(tokenizer, action, thinking)
+    text = action_text(tokenizer, action, thinking)
     ids = action.get("token_ids")
-    if ids and spells(tokenizer, ids, text):
+    if ids and decode_to(tokenizer, ids, text):
         return packed(ids)
     if ids:
         add_warning("messages or candidates have token_ids of another text, or a special token "
                     "among them: their text is read", repr(text[:60]))
-    text = written_text(tokenizer, text, history, thinking)
+    text = text_after_prompt(tokenizer, text, history, thinking)
     end = end_of_message(tokenizer)
     if end in text:
         text = text[:text.rindex(end)]
     return text_ids(tokenizer, text + end)
 
 
-def text_of(tokenizer, action, thinking):
+def action_text(tokenizer, action, thinking):
     """Returns an action's output; or its content, which closes a thought that the prompt opens."""
     if "output" in action:
         return action["output"]
@@ -870,14 +867,14 @@ def text_of(tokenizer, action, thinking):
     return content.removeprefix(opening) if "</think>" in content else "</think>" + content
 
 
-def spells(tokenizer, ids, text):
+def decode_to(tokenizer, ids, text):
     """Returns whether sampled ids decode to a text, with no special token but the last."""
     return (all(0 <= i < len(tokenizer) for i in ids)
             and not special_ids(tokenizer) & {*ids[:-1]}
             and decode(tokenizer, ids).strip() == text.strip())
 
 
-def written_text(tokenizer, text, history, thinking):
+def text_after_prompt(tokenizer, text, history, thinking):
     """Returns what follows the prompt in the template's text of a dialogue that ends in `text`.
 
     If the template writes another prompt there, or not the whole text (it may drop a thought),
@@ -886,11 +883,11 @@ def written_text(tokenizer, text, history, thinking):
     prompt = template_text(tokenizer, history, thinking, add_prompt=True)
     dialogue = [*history, {"role": "assistant", "content": text}]
     written = template_text(tokenizer, dialogue, thinking, add_prompt=False)
-    if written.startswith(prompt) and as_text(tokenizer, text.strip()) in written:
+    if written.startswith(prompt) and plain_text(tokenizer, text.strip()) in written:
         return written.removeprefix(prompt)
     if text.startswith("<think>") and not thinking:  # the prompt may have closed an empty thought
         raise ValueError('a stored thought needs "meta": {"thinking": 1} in its record')
-    return as_text(tokenizer, text)
+    return plain_text(tokenizer, text)
 
 
 def template_text(tokenizer, messages, thinking, add_prompt):
@@ -900,7 +897,7 @@ def template_text(tokenizer, messages, thinking, add_prompt):
     append the generation prompt, which opens the assistant's next message. ValueError if the
     template rejects the dialogue or leaves out a message, but for its thought.
     """
-    plain = [{"role": m["role"], "content": as_text(tokenizer, m["content"])} for m in messages]
+    plain = [{"role": m["role"], "content": plain_text(tokenizer, m["content"])} for m in messages]
     try:
         text = tokenizer.apply_chat_template(
             plain, chat_template=STRFTIME_NOW + tokenizer.get_chat_template(), tokenize=False,
@@ -914,7 +911,7 @@ def template_text(tokenizer, messages, thinking, add_prompt):
     return text
 
 
-def as_text(tokenizer, text):
+def plain_text(tokenizer, text):
     """Returns a text with a space inside whatever would become a special token such as <|im_end|>.
 
     Only the template writes these. Lone surrogates, which JSON may spell, become "?".

@@ -18,6 +18,7 @@ Left out on purpose: online sampling (instead, sample a second round with the tr
     torchrun --nproc_per_node=8 train_policy.py < scored.jsonl
     python train_policy.py --loss mtdpo --model runs/base --out runs/mtdpo < trajectories.jsonl
 """
+import math
 import time
 from itertools import chain, cycle, product
 
@@ -68,7 +69,9 @@ def get_args(argv=None):
         args.batch_size = 32 if args.loss == "rft" else 8
     if args.epochs is None:
         args.epochs = 4 if args.loss in ("mtdpo", "rft") else 1
-    check_ranges(args)
+    check_ranges(args, "pairs_per_turn")
+    if not 0 <= args.mix < math.inf:
+        fail("--mix must be finite, and not negative")
     return args
 
 

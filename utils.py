@@ -77,15 +77,13 @@ def machine_flags(p):
     g.add_argument("--save_every", type=int, default=100, help="steps between checkpoints")
 
 
-def check_ranges(args):
-    """Exits, before a trainer loads the model, if a number is out of its range."""
-    for name in "batch_size", "epochs", "save_every", "eval_every", "pairs_per_turn":
-        if getattr(args, name, 1) < 1:  # the critic has no --pairs_per_turn, and no --mix
+def check_ranges(args, *more_counts):
+    """Exits, before a trainer loads the model, if --held_out or a count is out of its range."""
+    for name in ("batch_size", "epochs", "save_every", "eval_every", *more_counts):
+        if getattr(args, name) < 1:
             fail(f"--{name} must be at least 1")
     if not 0 <= args.held_out <= 1:
         fail("--held_out must be from 0 to 1")
-    if not 0 <= getattr(args, "mix", 0) < math.inf:
-        fail("--mix must be finite, and not negative")
 
 
 # --- training: the --out directory and the learning rate ------------------------------------------
