@@ -15,7 +15,7 @@
     distinct      number of different dialogues: greedy agents and caches repeat themselves
     failed        number of failed episodes of which no other try (--resume) in their file was
                   successful; they count in no other number
-    usage         in the JSON: tokens of agent and human by their servers, failed episodes included
+    usage         in the JSON: tokens that the episodes have cost, failed ones included
     wins          share of tasks where a system's reward is above the first one's; ties count half
 
 A new share is one line in `metrics` of an Environment (colbench.py), another number one in COUNTS.
