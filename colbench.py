@@ -86,7 +86,7 @@ def task_kind(task):
 
 
 def environment(task):
-    """Returns the Environment class of a task; raises ValueError if its kind is unknown."""
+    """Returns the Environment of a task; raises ValueError if its kind is unknown."""
     return ENVIRONMENTS[task_kind(task)]
 
 
@@ -241,34 +241,31 @@ class Episode:
 class Environment:
     """A kind of task: its prompts, what counts as the answer, and how answers are graded.
 
-    Only grading needs an instance. Its `grade` is called from several threads, then its `close`.
-    The methods must not change what they get. A task without a reference has "" as `ground_truth`.
+    Grading calls `open`, `grade` from several threads, and `close`. The methods must not change
+    what they get. A task without a reference has "" as `ground_truth`.
     """
     agent_prompt = "{problem_description}"  # {max_turns}, {ANSWER} and {OUTPUT} are filled in, too
     human_prompt = None             # for an LLM human; see human_prompt()
     reply_chars = 400               # the human's replies are truncated to this length
     shows_pages = False             # True: answers are web pages, shown to an LLM human as images
 
-    def __init__(self, args):
-        """args: the flags of colbench.py grade."""
-
-    def close(self):
-        """Ends what the environment has opened, such as a browser."""
-
-    @classmethod
-    def ends(cls, history):
+    def ends(self, history):
         """Whether the human's last message ends the episode, as that of a game that is won may."""
         return False
 
-    @classmethod
-    def final_answer(cls, history, submitted):
+    def final_answer(self, history, submitted):
         """Returns the answer to grade. submitted: the last message's; None: it has none."""
         return submitted
 
-    @classmethod
-    def metrics(cls, record):
+    def metrics(self, record):
         """Returns {name: number} of a graded record, which evaluate.py shows as percentages."""
         return {"success": record["reward"] >= 1, "unanswered": not answered(record)}
+
+    def open(self, args):
+        """Starts what `grade` needs, such as a browser. args: the flags of colbench.py grade."""
+
+    def close(self):
+        """Ends what `open` has started."""
 
     def grade_reference(self, task):
         """Returns what grade returns for the task's own reference, whose reward must be 1."""
@@ -309,7 +306,7 @@ Answer the assistant's last message as that colleague, in at most two short sent
 what was asked for, and only what the function settles; where it settles nothing, say that you do \
 not mind. Write no code, quote none, and do not mention that a function exists."""
 
-    def __init__(self, args):
+    def open(self, args):
         # some answers pass by a later Python only
         self.reward_by = f"{args.rules} rules, Python %d.%d" % sys.version_info[:2]
         self.grader = Grader(args.rules, args.workers)
@@ -346,7 +343,7 @@ mention pictures."""
     reply_chars = 1000
     shows_pages = True
 
-    def __init__(self, args):
+    def open(self, args):
         self.reward_by = "clip"
         self.likeness = clip_likeness(args.clip)
         self.renderer = Renderer(args.workers)
@@ -354,14 +351,12 @@ mention pictures."""
     def close(self):
         self.renderer.close()
 
-    @classmethod
-    def final_answer(cls, history, submitted):
+    def final_answer(self, history, submitted):
         """Returns the last page that the agent sent."""
         pages = [extract_page(m["content"]) for m in history if m["role"] == "assistant"]
         return next(filter(None, reversed(pages)), "")
 
-    @classmethod
-    def metrics(cls, record):
+    def metrics(self, record):
         return {"not_drawn": "failure" in record}
 
     def grade(self, record):
@@ -372,7 +367,7 @@ mention pictures."""
         return {"reward": self.likeness(*pages), "reward_by": self.reward_by}
 
 
-ENVIRONMENTS = {"backend": Functions, "frontend": Pages}
+ENVIRONMENTS = {"backend": Functions(), "frontend": Pages()}
 
 
 # --- records --------------------------------------------------------------------------------------
@@ -579,16 +574,17 @@ def grade_records(records, args, references=False):
     as it and those before it are graded; at most 4 x --workers are under way. An invalid line
     raises its error when the records before it are graded.
     """
-    graders, jobs, invalid = {}, deque(), None
+    opened, jobs, invalid = set(), deque(), None
     with contextlib.ExitStack() as stack, \
             concurrent.futures.ThreadPoolExecutor(2 * args.workers) as pool:
         try:
             for record in records:
                 env = environment(record["task"])
-                if env not in graders:
-                    graders[env] = env(args)
-                    stack.callback(graders[env].close)
-                jobs.append(pool.submit(grade_record, graders[env], record, references))
+                if env not in opened:
+                    env.open(args)
+                    opened.add(env)
+                    stack.callback(env.close)
+                jobs.append(pool.submit(grade_record, env, record, references))
                 while jobs and (jobs[0].done() or len(jobs) >= 4 * args.workers):
                     yield jobs.popleft().result()
         except SystemExit as e:
@@ -599,13 +595,13 @@ def grade_records(records, args, references=False):
         raise invalid
 
 
-def grade_record(grader, record, references):
+def grade_record(env, record, references):
     """Returns the record, and the fields that its environment gives it."""
     if "failed" in record:
         return record, {}
     if references:
-        return record, grader.grade_reference(record["task"])
-    return record, grader.grade(record)
+        return record, env.grade_reference(record["task"])
+    return record, env.grade(record)
 
 
 class GraderError(OSError):

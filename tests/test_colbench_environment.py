@@ -84,15 +84,13 @@ from colbench import ENVIRONMENTS, Environment, agent_messages
 WAY = ["north", "east", "north"]
 class Cave(Environment):  # without a reference
     agent_prompt = "Find your way out of the cave in {max_turns} moves."
-    @classmethod
-    def ends(cls, history):
+    def ends(self, history):
         return history[-1]["content"] == "you are out"
-    @classmethod
-    def metrics(cls, record):
-        return {"out": cls.ends(record["dialogue_history"])}
+    def metrics(self, record):
+        return {"out": self.ends(record["dialogue_history"])}
     def grade(self, record):
         return {"reward": self.ends(record["dialogue_history"]) / len(agent_messages(record))}
-ENVIRONMENTS["cave"] = Cave
+ENVIRONMENTS["cave"] = Cave()
 def act(task, history):
     return task["id"].split()[len(history) // 2]
 def reply(task, history):

@@ -771,7 +771,7 @@ class Odd(colbench.Environment):
 @pytest.fixture
 def odd(monkeypatch):
     """Makes a record of the kind Odd from its answer."""
-    monkeypatch.setitem(colbench.ENVIRONMENTS, "Odd", Odd)
+    monkeypatch.setitem(colbench.ENVIRONMENTS, "Odd", Odd())
     return lambda answer: {"task": {**task(""), "kind": "Odd"}, "answer": answer}
 
 

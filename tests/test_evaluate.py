@@ -228,13 +228,12 @@ def check_table(results, table):
 class Game(colbench.Environment):
     """Each record says which metrics it has."""
 
-    @classmethod
-    def metrics(cls, record):
+    def metrics(self, record):
         return record["own"]
 
 
 def test_own_metrics_are_means_over_the_episodes_that_have_them(run, monkeypatch):
-    monkeypatch.setitem(colbench.ENVIRONMENTS, "game", Game)
+    monkeypatch.setitem(colbench.ENVIRONMENTS, "game", Game())
     monkeypatch.setitem(evaluate.COUNTS, "rooms", lambda record: record["rooms"])
     of = lambda task, sample, rooms, **own: {
         **episode(task, sample=sample), "own": own, "rooms": rooms,

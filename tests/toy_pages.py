@@ -222,7 +222,7 @@ def similarity(page, other):
 class Blocks(Pages):
     """The environment for pages, with `similarity` as the reward instead of CLIP."""
 
-    def __init__(self, args):
+    def open(self, args):
         self.reward_by, self.likeness = "blocks", similarity
         self.renderer = Renderer(args.workers, BLOCKS)
 
@@ -239,7 +239,7 @@ def get_args(argv=None):
 
 def main(args):
     if args.command == "grade":
-        colbench.ENVIRONMENTS["frontend"] = Blocks
+        colbench.ENVIRONMENTS["frontend"] = Blocks()
         colbench.main(args)
     else:
         toy.main(args, tasks, demos, PIECES)

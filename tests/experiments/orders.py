@@ -22,7 +22,7 @@ class Orders(Environment):
         return {"reward": sum(ours.strip() == wanted for ours, wanted in pairs) / len(CHOICES)}
 
 
-ENVIRONMENTS["orders"] = Orders
+ENVIRONMENTS["orders"] = Orders()
 
 
 def reply(task, history):  # for --human orders.py

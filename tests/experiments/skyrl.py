@@ -55,12 +55,11 @@ def human_runner(human, params):
 
 
 @functools.cache
-def grader(kind):
-    """Returns the grader of an Environment class; it is closed when this process exits."""
-    made = kind(SimpleNamespace(rules="honest", workers=cpus(),
-                                clip="openai/clip-vit-base-patch32"))
-    atexit.register(made.close)
-    return made
+def opened(env):
+    """Returns an Environment that can grade; it is closed when this process exits."""
+    env.open(SimpleNamespace(rules="honest", workers=cpus(), clip="openai/clip-vit-base-patch32"))
+    atexit.register(env.close)
+    return env
 
 
 def without_nulls(x):
@@ -79,7 +78,7 @@ class ColBench(BaseTextEnv):
         self.task, self.max_turns = extras["task"], extras.get("max_turns", 10)
         with LOCK:
             self.runner = human_runner(extras["human"], extras.get("human_params"))
-            self.grader = grader(environment(self.task))
+            self.grader = opened(environment(self.task))
 
     def init(self, prompt=None):
         """Starts the episode; returns its prompt, whatever SkyRL's data has as one."""
