@@ -154,7 +154,7 @@ def test_a_stage_that_fails_shows_its_error(flag, message, folder):
 
 def test_before_the_dialogue_a_critic_is_known_to_be_one():
     talk = runpy.run_path(TALK[1])
-    with pytest.raises(SystemExit, match="error: --model is needed, because runs/x is no trained critic"):
+    with pytest.raises(SystemExit, match="error: --critic runs/x is no critic that train_critic"):
         talk["main"](SimpleNamespace(critic="runs/x"), [])
 
 

@@ -126,8 +126,9 @@ def finish(stage, record=None):
 
 def main(args, flags):
     if args.critic:
-        from train_critic import get_args as critic_args  # it imports torch, which takes seconds
-        critic_args(["--score", args.critic])  # fails here rather than after the first dialogue
+        from train_critic import read_critic  # it imports torch, which takes seconds
+        if not read_critic(args.critic):  # fails here rather than after the first dialogue
+            fail(f"--critic {args.critic} is no critic that train_critic.py has trained")
     with fail_on_error("talk.py needs a terminal"):
         terminal = os.open("/dev/tty", os.O_RDWR)
     stream, name = sys.stdin, "stdin"
