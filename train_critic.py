@@ -268,7 +268,7 @@ def main(args):
     if RANK:
         return
     add_scores(trajectories, logps, ref_logps)
-    trained_on = read_critic(folder).get("tasks", ())
+    trained_on = {*read_critic(folder).get("tasks", ())}
     print_ordered_pairs(trajectories, args.min_gap, trained_on)
     for t in trajectories:
         emit(t.record)

@@ -1,7 +1,7 @@
 """Shared by all scripts.
 
     flags            the argument parser of all scripts, and flags of both trainers
-    training         RunLog: the --out directory, metrics, what resumes; the learning rate
+    training         the learning rate; RunLog: the --out directory, metrics, what resumes
     ranks            the processes that torchrun starts
     records          reading and writing JSON lines
     messages         warnings, progress bars
@@ -86,7 +86,16 @@ def check_ranges(args, *more_counts):
         fail("--held_out must be from 0 to 1")
 
 
-# --- training: the --out directory and the learning rate ------------------------------------------
+# --- training: the learning rate and the --out directory ------------------------------------------
+
+def lr_at(step, steps, peak):
+    """Returns the learning rate of a 0-based step: linear warm-up to `peak`, cosine to a tenth."""
+    warmup = max(round(0.03 * steps), min(3, steps // 3))
+    if step < warmup:
+        return peak * (step + 1) / warmup
+    done = (step - warmup) / (steps - warmup)
+    return peak * (0.1 + 0.45 * (1 + math.cos(math.pi * done)))
+
 
 class RunLog:
     """The directory --out of a training run: it has the metrics, and copies of the scripts.
@@ -196,15 +205,6 @@ class RunLog:
 def numbers_of(row):
     """Returns the metrics of a row that are numbers; metrics.jsonl may have lists, too."""
     return {name: x for name, x in row.items() if isinstance(x, (int, float))}
-
-
-def lr_at(step, steps, peak):
-    """Returns the learning rate of a 0-based step: linear warm-up to `peak`, cosine to a tenth."""
-    warmup = max(round(0.03 * steps), min(3, steps // 3))
-    if step < warmup:
-        return peak * (step + 1) / warmup
-    done = (step - warmup) / (steps - warmup)
-    return peak * (0.1 + 0.45 * (1 + math.cos(math.pi * done)))
 
 
 def changed_scripts(out):
