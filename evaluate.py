@@ -16,7 +16,8 @@
     failed        number of failed episodes of which no other try (--resume) in their file was
                   successful; they count in no other number
     usage         in the JSON: tokens that the episodes have cost, failed ones included
-    wins          share of tasks where a system's reward is above the first one's; ties count half
+    wins          frontend: share of tasks where a system's reward is above the first one's; ties
+                  count half
 
 A new share is one line in `metrics` of an Environment (colbench.py), another number one in COUNTS.
 Both get their mean, interval and column.
@@ -252,8 +253,9 @@ def table(results, metrics):
     columns = [("system", "")]  # (field of the results, its format: see cell)
     columns += [(metric, ".1f" if metric in COUNTS else ".1%") for metric in metrics]
     columns += [(count, "") for count in ("episodes", "distinct", "failed", "tasks")]
-    columns += [("success_minus_first", "+.1%"), ("reward_minus_first", "+.1%"), ("wins", ".1%"),
-                ("common", "")]
+    columns += [("success_minus_first", "+.1%"), ("reward_minus_first", "+.1%"), ("common", "")]
+    if "success" not in metrics:  # frontend
+        columns.append(("wins", ".1%"))
     lines = [""] * (1 + len(results))
     for field, form in columns:
         texts = [cell(r, field, form) for r in results]

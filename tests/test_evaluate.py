@@ -204,8 +204,8 @@ def check_table(results, table):
     if len(results) > 1:
         shown |= {"common"}
     if any(found.get("common") for found in results):
-        shown |= {"reward minus first %", "wins %"}
-        shown |= {"success minus first %"} if "success" in results[0] else set()
+        shown |= {"reward minus first %"}
+        shown |= {"success minus first %"} if "success" in results[0] else {"wins %"}
     assert shown <= {*ends.values()}
     for found, row in zip(results, rows, strict=True):
         cells = {ends[m.end()]: m[0] for m in re.finditer(r"\S+( \S+)*", row[6:].rjust(len(row)))}
