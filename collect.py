@@ -416,39 +416,40 @@ class TransformersEngine:
         self.lm.set_attn_implementation("grouped")
         self.args, self.stop = args, stop
         self.waiting, self.running = [], []  # requests
-        self.step = None  # the task of the last step
+        self.loop = None  # the task that computes steps
         self.rows = []  # the batch
         self.mask = self.cache = None  # (R, W), 0 for padding; the rows' keys and values
 
     async def __call__(self, prompt, keys, max_new):
         rows = [SimpleNamespace(rng=rng(*key), ids=[], logps=[], max_new=max_new, ended=False)
                 for key in keys]
-        request = SimpleNamespace(prompt=tuple(prompt), rows=rows, result=None,
-                                  size=len(prompt) + max_new)
-        self.waiting.append(request)
-        if self.step is None or self.step.done():
-            self.step = asyncio.create_task(self.run_step())
-        while request.result is None:
-            await self.step
-        return request.result
+        result = asyncio.get_running_loop().create_future()
+        self.waiting.append(SimpleNamespace(prompt=tuple(prompt), rows=rows, result=result,
+                                            size=len(prompt) + max_new))
+        if self.loop is None or self.loop.done():
+            self.loop = asyncio.create_task(self.run_steps())
+        return await result
 
-    async def run_step(self):
-        """Computes a step, and starts the next one if there are requests left."""
-        if self.waiting:
-            # Let the episodes to which the last step gave a result submit their next request, so
-            # that batches are full, and the same in each run. They run first, and mostly submit
-            # at once. Only an episode whose human waits, as for a server, joins a later step.
-            await asyncio.sleep(0)
-        new = self.admit()
-        self.running += new
+    async def run_steps(self):
+        """Computes steps until no request is left; an error reaches the episodes of all requests."""
+        loop = asyncio.get_running_loop()
         try:
-            await asyncio.get_running_loop().run_in_executor(COMPUTE_THREAD, self.compute, new)
-        except Exception:  # it reaches the episodes of all requests, which await this step
+            while self.waiting or self.running:
+                if self.waiting:
+                    # Let the episodes to which the last step gave a result submit their next
+                    # request, so that batches are full, and the same in each run. Only an episode
+                    # whose human waits, as for a server, joins a later step.
+                    await asyncio.sleep(0)
+                new = self.admit()
+                self.running += new
+                ended = await loop.run_in_executor(COMPUTE_THREAD, self.compute, new)
+                for request in ended:
+                    request.result.set_result([(row.ids, row.logps) for row in request.rows])
+                self.running = [r for r in self.running if not r.result.done()]
+        except Exception as e:
+            for request in self.waiting + self.running:
+                request.result.set_exception(e)
             self.waiting, self.running, self.rows = [], [], []
-            raise
-        self.running = [request for request in self.running if request.result is None]
-        if self.waiting or self.running:
-            self.step = asyncio.create_task(self.run_step())
 
     def admit(self):
         """Removes and returns the waiting requests that fit, at least one if none is running."""
@@ -466,16 +467,17 @@ class TransformersEngine:
 
     @torch.no_grad()
     def compute(self, new):
-        """Starts the new requests, then samples a token per row until a request is complete."""
+        """Starts the new requests, then samples a token per row until requests are complete.
+
+        Returns these.
+        """
         if new:
             self.read_prompts(new)
-        ended = []
-        while not ended:
+        while True:
             ended = [r for r in self.running if all(row.ended for row in r.rows)]
-            if not ended:
-                self.read_last_tokens()
-        for request in ended:
-            request.result = [(row.ids, row.logps) for row in request.rows]
+            if ended:
+                return ended
+            self.read_last_tokens()
 
     def read_prompts(self, new):
         """Adds the new requests' rows to the batch, and samples their first tokens."""
