@@ -146,10 +146,10 @@ def read_action(output, last):
     thought, has_output, message = output.partition(OUTPUT)
     # The OUTPUT in 'ANSWER def f(): print("OUTPUT:")' is part of the answer. But in
     # 'ANSWER now? OUTPUT: ANSWER def f(): ...' the first ANSWER is part of the thought.
-    if has_output and (MARKER.search(message) or not starts_answer(thought)):
+    if has_output and (answer_markers(message) or not starts_answer(thought)):
         output = message
     content = output.strip()
-    markers = list(MARKER.finditer(content))
+    markers = answer_markers(content)
     if not markers:
         return content, content if last else None
     # ANSWER may be written twice: the last one that starts a line counts
@@ -161,6 +161,12 @@ def read_action(output, last):
     return content, (textwrap.dedent(answer) if indented else answer).strip()
 
 
+def answer_markers(text):
+    """Returns the matches of MARKER that count; in another case, only those that start a line."""
+    return [m for m in MARKER.finditer(text)
+            if m[0].startswith(ANSWER.rstrip(": ")) or starts_line(text, m)]
+
+
 def starts_line(text, marker):
     """Whether a match of MARKER is the first on its line, apart from tags and signs."""
     line = text[:marker.start()].rpartition("\n")[2]
@@ -170,7 +176,7 @@ def starts_line(text, marker):
 def starts_answer(text):
     """Whether a text has an ANSWER that starts a line or stands before code."""
     code = re.compile(r"\s*(```|def |class |import |from |@)")
-    return any(starts_line(text, m) or code.match(text, m.end()) for m in MARKER.finditer(text))
+    return any(starts_line(text, m) or code.match(text, m.end()) for m in answer_markers(text))
 
 
 def without_thinking(text, may_lack_start=True):
@@ -373,7 +379,7 @@ ENVIRONMENTS = {"backend": Functions(), "frontend": Pages()}
 # --- records --------------------------------------------------------------------------------------
 
 # The fields that the scripts read, with their shapes. All are optional, null means that a field is
-# missing, and other fields are kept. A shape is a type, [shape], {field: shape}, or {...: shape}
+# missing, and other fields are kept. A shape is a type, [shape], {field: shape}, or {str: shape}
 # for an object with any keys.
 ACTION = {                 # a message of the agent, or a candidate for one
     "content": str,        # what the human saw
@@ -391,18 +397,18 @@ RECORD = {                 # an episode: its key is (task id, sample)
         "ground_truth": str,         # the reference
         "hidden_information": str,   # what human and critic read; by default the reference
         "agent_prompt": str,         # instead of the kind's
-        "test_cases": {...: str}},   # {name: a call, such as f(3)}
+        "test_cases": {str: str}},   # {name: a call, such as f(3)}
     "sample": int,
     "dialogue_history": [{"role": str, **ACTION, "candidates": [ACTION]}],
     "answer": str,
     "answered": bool,      # whether the agent wrote ANSWER
     "reward": float,
-    "tests": {...: str},   # {name: verdict}
+    "tests": {str: str},   # {name: verdict}
     "failure": str,        # why a page could not be rendered
     "reward_by": str,      # the rules or the model of the grader
     "value": float,        # by which the critic ranks episodes: the sum of advantages (eq. 2)
     "failed": str,         # why there is no episode, nor any field but task, sample, usage and meta
-    "usage": {...: int},   # what it cost, such as {"human_prompt_tokens": 812}
+    "usage": {str: int},   # what it cost, such as {"human_prompt_tokens": 812}
     "comparison": str,     # preferences: only records with the same text are compared
     "meta": {              # how it was sampled
         "model_weights": str,
@@ -426,7 +432,7 @@ def answered(record):
     if "answered" in record:
         return record["answered"]
     messages = agent_messages(record)
-    return bool(messages and MARKER.search(messages[-1]["content"]))
+    return bool(messages and answer_markers(messages[-1]["content"]))
 
 
 def task_id(task):
@@ -520,7 +526,7 @@ def check_shape(value, shape, path=""):
             check_shape(item, shape[0], f"{path}[{i}]")
     if isinstance(shape, dict):
         for key in list(value):
-            expected = shape.get(key, shape.get(...))
+            expected = shape.get(key, shape.get(str))
             if expected is not None and value[key] is None:
                 del value[key]
             elif expected is not None:
@@ -685,16 +691,16 @@ class Grader:
         try:
             while len(results) < len(tests) and seconds_left > 0:  # rerun if a child ends early
                 request = {"text": text, "tests": tests[len(results):], "official": self.official}
-                new, seconds = self.run_child(servers, with_packages, request,
-                                              LIMITS["test"] * time_factor, seconds_left)
+                new, seconds = self.ask_server(servers, with_packages, request,
+                                               LIMITS["test"] * time_factor, seconds_left)
                 seconds_left -= seconds
                 results += new
         finally:
             self.idle.put(servers)
         return results + ["timeout"] * (len(tests) - len(results))
 
-    def run_child(self, servers, with_packages, *request):
-        """Returns what a worker's ForkServer returns, which is started if necessary."""
+    def ask_server(self, servers, with_packages, *request):
+        """Returns ForkServer.run_child(*request) of a worker's server, which is started if need be."""
         for last_try in (False, True):
             try:
                 if with_packages not in servers:

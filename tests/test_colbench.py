@@ -68,7 +68,9 @@ def test_a_marker_is_found_in_any_spelling_and_once_if_it_is_written_twice():
             before = f"{ANSWER} let me check first.\n"
         text = before + spelled + r.choice(["\n", " \n", "\n\n", *[" "] * ends_by_colon]) + code
         assert read_action(text, last=False)[1] == code, text
-        asked = f"{r.choice(['so', 'well'])} i want to answer soon, but which rate?"
+        spelled = r.choice([WORDS.lower(), WORDS.capitalize()])
+        asked = (f"{r.choice(['so', 'Before'])} {spelled}{r.choice([' soon, but', ':', chr(10)])} "
+                 "which rate?")
         assert read_action(asked, last=False) == (asked, None)
 
 

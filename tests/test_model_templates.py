@@ -288,3 +288,22 @@ def test_the_date_changes_no_other_text_of_a_template(start, tiny_dir):
     tokenizer.chat_template = start + tokenizer.chat_template
     plain = tokenizer.apply_chat_template(dialogue("a"), tokenize=False, add_generation_prompt=True)
     assert M.template_text(tokenizer, dialogue("a"), 0, True) == plain
+
+
+@pytest.mark.parametrize("special", [True, False])
+def test_a_message_is_shown_without_its_end(special):
+    """Some vocabularies have the end of a message as an added token that is not special."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    t = Tokenizer(models.BPE({c: i for i, c in enumerate(alphabet)}, []))
+    t.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    t.decoder = decoders.ByteLevel()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=t, eos_token="<eos>")
+    tokenizer.add_tokens([AddedToken("<end>", special=special, normalized=False)])
+    tokenizer.chat_template = (
+        "{% for m in messages %}{{ m.role }}: {{ m.content }}<end>{% endfor %}"
+        "{% if add_generation_prompt %}assistant: {% endif %}")
+    ids = tokenizer("which rate?<end>", add_special_tokens=False)["input_ids"]
+    assert ids[-1] in M.stop_ids(tokenizer, "no folder")
+    assert M.decode(tokenizer, ids) == "which rate?"
+    assert M.action_ids(tokenizer, {"output": "which rate?", "token_ids": ids},
+                        dialogue("pay")) == M.packed(ids)
