@@ -658,7 +658,8 @@ class Grader:
 
     def grade(self, task, answer):
         """Returns {"reward": share of tests passed, "tests": {name: verdict}}."""
-        tests, answer = tests_of(task), answer or ""
+        tests = tests_of(task)
+        answer = (answer or "").encode(errors="replace").decode()  # no Python has lone surrogates
         if not answer.strip():
             return with_reward(task, ["no answer"] * len(tests))
         for word in BANNED_WORDS if self.official else ():
@@ -700,7 +701,7 @@ class Grader:
         return results + ["timeout"] * (len(tests) - len(results))
 
     def ask_server(self, servers, with_packages, *request):
-        """Returns ForkServer.run_child(*request) of a worker's server, which is started if need be."""
+        """Returns ForkServer.run_child(*request) of a worker's server, which it may start."""
         for last_try in (False, True):
             try:
                 if with_packages not in servers:

@@ -431,7 +431,7 @@ class TransformersEngine:
         return await result
 
     async def run_steps(self):
-        """Computes steps until no request is left; an error reaches the episodes of all requests."""
+        """Computes steps until no request is left; an error reaches all episodes that wait."""
         loop = asyncio.get_running_loop()
         try:
             while self.waiting or self.running:

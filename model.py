@@ -964,7 +964,7 @@ def think_prefix(tokenizer, thinking=0):
 
 @functools.cache
 def special_ids(tokenizer):
-    """Returns {id of each special token, and of a message's end}, but not those around a thought."""
+    """Returns {id of each special token and a message's end}, but not those around a thought."""
     end = ord(text_ids(tokenizer, end_of_message(tokenizer))[-1])
     return {end} | {i for i, token in tokenizer.added_tokens_decoder.items() if token.special
             and not THOUGHT_START.fullmatch(token.content)

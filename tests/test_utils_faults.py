@@ -135,8 +135,8 @@ EDITS = {  # {function: (command, file, what the edit changes, to what)}
     "sample_turn": (["collect.py", "--model", "MODEL", "--human", "fixed:ok", "--max_tokens", 5],
                     "collect.py", "candidates = actions[n_actions:]",
                     "candidates = actions[n_action:]"),
-    "grade": (["colbench.py", "grade"], "colbench.py", "tests, answer = tests_of(task)",
-              "tests, answer = tests_of(task.test_cases)")}
+    "grade": (["colbench.py", "grade"], "colbench.py", "useful = [i for i, result in enumerate(expected)",
+              "useful = [i for i, result in enumerates(expected)")}
 
 
 @pytest.mark.parametrize("function", EDITS)
