@@ -31,7 +31,6 @@ import traceback
 from collections import Counter, deque
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from contextvars import ContextVar
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -49,8 +48,8 @@ from colbench import (ANSWER, ENVIRONMENTS, OUTPUT, RECORD, Episode, Renderer, R
 from model import (decode, find_model, load, load_lm, pi_and_ref_turns, reference_logps, render,
                    score, stop_ids, think_prefix, turn_actions, weights_digest)
 from train_critic import advantage, check_pi_ref, read_critic
-from utils import (cpus, digest, fail, fail_on_error, open_stdout, parser, private_copy, progress,
-                   rng, run, say, version)
+from utils import (USAGE, cpus, digest, fail, fail_on_error, open_stdout, parser, private_copy,
+                   progress, rng, run, say, version)
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
@@ -138,9 +137,6 @@ def check_args(args):
 
 
 # --- an episode -----------------------------------------------------------------------------------
-
-USAGE = ContextVar("usage", default=Counter())  # of the running episode: see colbench.RECORD
-
 
 class ContextFull(ValueError):
     """The dialogue leaves no room in the model's context for another message."""
@@ -847,13 +843,13 @@ class Collector:
 
     def write(self, record, fields, usage):
         """Writes an episode. usage: what it has cost in this run."""
-        meta = {**record.get("meta", {}), **fields["meta"]}
-        usage = usage + Counter(record.get("usage"))
-        self.emit({**record, **fields, "usage": usage, "meta": meta})
+        record = {**record, **fields, "usage": usage + Counter(record.get("usage")),
+                  "meta": {**record.get("meta", {}), **fields["meta"]}}
+        self.emit(record)
         self.n["written"] += 1
         self.n_failed_in_a_row = 0
         self.bar.update()
-        for message in agent_messages({**record, **fields}):
+        for message in agent_messages(record):
             for action in message, *message.get("candidates", ()):
                 self.n.update(messages=1, truncated=action.get("cut", False))
 

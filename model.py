@@ -160,23 +160,31 @@ def read_trajectories(args, *fields, pi_reads_c, ref_reads_c):
         end_of_message(tokenizer)  # else `save` would fail, after training
     trajectories = []
     for record in records:
-        trajectory = Trajectory(task_id(record["task"]), record, [])
-        trajectories.append(trajectory)
-        name = f"the task {trajectory.task}"
-        for history, actions in turn_actions(record):
-            with fail_on_error(f"--model's chat template rejects {name}"):
-                turns = pi_and_ref_turns(tokenizer, record, history, actions,
-                                         pi_reads_c=pi_reads_c, ref_reads_c=ref_reads_c)
-            of_message = []
-            for action, (turn, ref_turn) in zip(actions, turns):
-                if len(turn.prompt) + len(turn.action) > longest:
-                    add_warning(f"turns exceed {longest} tokens (--max_length or --model's limit): "
-                                "they get no score, and their trajectories no pairs", name)
-                    turn = ref_turn = None
-                of_message.append(Action(action, turn, ref_turn))
-            trajectory.actions.append(of_message)
+        task = task_id(record["task"])
+        with fail_on_error(f"--model's chat template rejects the task {task}"):
+            actions = [*read_actions(tokenizer, record, longest, pi_reads_c=pi_reads_c,
+                                     ref_reads_c=ref_reads_c)]
+        for action in chain(*actions):
+            if action.turn is None:
+                add_warning(f"turns exceed {longest} tokens (--max_length or --model's limit): "
+                            "they get no score, and their trajectories no pairs",
+                            f"the task {task}")
+        trajectories.append(Trajectory(task, record, actions))
     print_warnings()
     return trajectories
+
+
+def read_actions(tokenizer, record, longest, *, pi_reads_c, ref_reads_c):
+    """Yields the [Action] of each message of the agent: the message and its candidates.
+
+    longest: the most tokens of a turn. pi_reads_c, ref_reads_c: see pi_and_ref_turns.
+    """
+    for history, actions in turn_actions(record):
+        turns = pi_and_ref_turns(tokenizer, record, history, actions, pi_reads_c=pi_reads_c,
+                                 ref_reads_c=ref_reads_c)
+        yield [Action(fields, turn, ref_turn) if len(turn.prompt) + len(turn.action) <= longest
+               else Action(fields, None, None)
+               for fields, (turn, ref_turn) in zip(actions, turns)]
 
 
 def warn_of(records, fields, pi_reads_c):
@@ -197,7 +205,7 @@ class Pair(NamedTuple):
     """What a loss compares: two trajectories of a task, or two candidates of a turn."""
     chosen: tuple                # (Turn, ...) of the better one; a candidate has one turn
     rejected: tuple = ()         # of the worse one; empty for --loss rft
-    chosen_score: float = 0.0    # a trajectory's reward, a candidate's advantage
+    chosen_score: float = 0.0    # by which it is ranked: a trajectory's reward, see candidate_pairs
     rejected_score: float = 0.0
 
 

@@ -69,9 +69,8 @@ def get_args(argv=None):
     machine_flags(p)
     args = p.parse_args(argv)
     check_ranges(args)
-    critic = {"model": "meta-llama/Llama-3.1-8B-Instruct"}
-    if args.score:
-        critic = read_critic(args.score)
+    default = {"model": "meta-llama/Llama-3.1-8B-Instruct"}
+    critic = read_critic(args.score) if args.score else default
     args.model = args.model or critic.get("model")
     args.ref_context = args.ref_context or critic.get("ref_context", "hidden")
     if not args.model:
@@ -142,7 +141,8 @@ def critic_loss(args, pair, logps, ref_logps):
 
 def batch_loss(args, pairs, logps, ref_logps):
     """Returns (mean loss over the pairs, {metric: its mean})."""
-    return mean_over_pairs([critic_loss(args, pair, logps, ref_logps) for pair in pairs])
+    results = [critic_loss(args, pair, logps, ref_logps) for pair in pairs]
+    return mean_over_pairs(results)
 
 
 # --- training -------------------------------------------------------------------------------------

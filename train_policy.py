@@ -140,8 +140,7 @@ def candidate_pairs(args, candidates, ref_logps):
 
     ranked = sorted(scored_candidates(candidates), key=value, reverse=True)
     half = len(ranked) // 2  # an odd one out in the middle is skipped
-    pairs = [Pair((chosen.turn,), (rejected.turn,),
-                  chosen.fields["advantage"], rejected.fields["advantage"])
+    pairs = [Pair((chosen.turn,), (rejected.turn,), value(chosen), value(rejected))
              for chosen, rejected in product(ranked[:half], ranked[len(ranked) - half:])
              if value(chosen) > value(rejected) and chosen.turn != rejected.turn
              and not chosen.fields.get("cut")]
@@ -211,7 +210,8 @@ def batch_loss(args, pairs, logps, ref_logps):
     if args.loss == "rft":
         chosen = [joined_logps(pair.chosen, logps) for pair in pairs]
         return -sum(x.sum() for x in chosen) / sum(map(len, chosen)), {}
-    return mean_over_pairs([LOSSES[args.loss](args, pair, logps, ref_logps) for pair in pairs])
+    results = [LOSSES[args.loss](args, pair, logps, ref_logps) for pair in pairs]
+    return mean_over_pairs(results)
 
 
 # --- training -------------------------------------------------------------------------------------

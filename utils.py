@@ -32,6 +32,8 @@ import signal
 import subprocess
 import sys
 import time
+from collections import Counter
+from contextvars import ContextVar
 from datetime import timedelta
 from importlib.metadata import version as package_version
 
@@ -41,6 +43,7 @@ HERE = os.path.dirname(os.path.abspath(__file__))
 RANK = int(os.environ.get("RANK") or 0)  # torchrun sets both; without it this is rank 0 of 1
 WORLD = int(os.environ.get("WORLD_SIZE") or 1)
 WARNINGS = {}  # {what: [example]}
+USAGE = ContextVar("usage", default=Counter())  # of collect.py's running episode: colbench.RECORD
 
 
 # --- flags ----------------------------------------------------------------------------------------
