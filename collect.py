@@ -10,7 +10,7 @@ human.py defines reply(task, history), which returns the human's next message. A
 as soon as it ends. A record that already has a dialogue gets candidates for its agent's messages.
 
 Below the flags, EpisodeRunner is the method: run_episode, and sample_turn with its candidates. Then
-come loading, sampling parameters, models in this process (the critic; batches of transformers),
+come files, sampling parameters, models in this process (the critic; batches of transformers),
 clients of servers, an LLM human, --resume, and the queue of all episodes.
 
 Left out on purpose: lock-step rollouts, where episodes wait for the slowest human; rewards, which
@@ -153,15 +153,14 @@ class EpisodeRunner:
     A key names a message and seeds it; it starts with (seed, task id, sample, turn). A message has
     at most max_new tokens, the last of them in `stop` unless it is truncated. Its log-probs are
     those of the distribution that is sampled (see sampling_logps).
-
-    load_runner sets the functions, and what they need of --model: `tokenizer`, `stop`,
-    `max_context`, and `opening` (see model.think_prefix).
     """
-    act = engine = reply = critic = None
-    opening = ""
 
     def __init__(self, args):
+        """load() sets what --model, --agent, --human and --critic determine."""
         self.args, self.meta = args, run_meta(args)
+        self.engine = self.act = self.reply = self.critic = None
+        self.tokenizer = self.stop = self.max_context = None  # of --model
+        self.opening = ""  # see model.think_prefix
 
     async def run_episode(self, task, sample):
         """Runs one episode; returns the new fields of its record."""
@@ -250,65 +249,64 @@ class EpisodeRunner:
         meta = {"thinking": self.args.thinking, "candidates_meta": self.meta}  # beside the old meta
         return {"sample": sample, "answered": answered(record), "meta": meta}
 
+    # loading
 
-# --- loading --------------------------------------------------------------------------------------
+    async def load(self):
+        """Asks servers which model they serve, and loads local models; returns self."""
+        args = self.args
+        if not args.agent:
+            self.load_tokenizer()
+        if args.human:
+            params = {"temperature": 0, "max_tokens": 1024, **args.human_params}
+            self.reply = await self.load_role("human", "reply", llm_reply, params)
+        if args.agent:
+            params = {"temperature": args.temperature, "top_p": args.top_p,
+                      "max_tokens": args.max_tokens, **args.agent_params}
+            self.act = await self.load_role("agent", "act", llm_message, params)
+        elif args.engine:
+            server = Server(args, "engine", args.engine, vllm_params(args, self.stop))
+            self.max_context = min(self.max_context, await server.choose_model(args.model))
+            self.engine = server.complete
+        else:
+            self.engine = TransformersEngine(args, self.stop)
+        if args.critic and args.critic.endswith(".py"):
+            self.critic = load_function(args.critic, "advantages")
+        elif args.critic:
+            self.critic = Critic(args).advantages
+        return self
 
-async def load_runner(args):
-    """Returns an EpisodeRunner. Asks servers which model they serve, then loads local models."""
-    runner = EpisodeRunner(args)
-    if not args.agent:
-        load_tokenizer(runner)
-    if args.human:
-        params = {"temperature": 0, "max_tokens": 1024, **args.human_params}
-        runner.reply = await load_role(runner, "human", "reply", llm_reply, params)
-    if args.agent:
-        params = {"temperature": args.temperature, "top_p": args.top_p,
-                  "max_tokens": args.max_tokens, **args.agent_params}
-        runner.act = await load_role(runner, "agent", "act", llm_message, params)
-    elif args.engine:
-        server = Server(args, "engine", args.engine, vllm_params(args, runner.stop))
-        runner.max_context = min(runner.max_context, await server.choose_model(args.model))
-        runner.engine = server.complete
-    else:
-        runner.engine = TransformersEngine(args, runner.stop)
-    if args.critic and args.critic.endswith(".py"):
-        runner.critic = load_function(args.critic, "advantages")
-    elif args.critic:
-        runner.critic = Critic(args).advantages
-    return runner
+    def load_tokenizer(self):
+        """Loads the tokenizer of --model, and what the episodes need of its configuration."""
+        args = self.args
+        folder, self.tokenizer, config = find_model(args.model, weights=not args.engine)
+        config = config.get_text_config()
+        self.max_context = getattr(config, "max_position_embeddings", None) or math.inf
+        with fail_on_error(f"the chat template of --model {args.model} can't be used"):
+            self.stop = stop_ids(self.tokenizer, folder)
+            self.opening = think_prefix(self.tokenizer, args.thinking)
+        self.meta["model_weights"] = weights_digest(folder)
+
+    async def load_role(self, role, function, llm_function, params):
+        """Returns what plays the --agent or --human: a file's function, or llm_function's server.
+
+        role: "agent" or "human". params: of the server's requests; null removes one.
+        """
+        who = getattr(self.args, role)
+        if who.startswith(("http://", "https://")):
+            params = {name: value for name, value in params.items() if value is not None}
+            server = Server(self.args, role, who, params)
+            if "model" not in params:
+                await server.choose_model()
+            self.meta[f"{role}_model"] = params["model"]
+            return functools.partial(llm_function, server)
+        if who.startswith("fixed:"):
+            return lambda task, history: who.removeprefix("fixed:")
+        if who.endswith(".py"):
+            return load_function(who, function)
+        fail(f"--{role} {who}: give the http://host:port/v1 of an LLM, fixed:TEXT or FILE.py")
 
 
-def load_tokenizer(runner):
-    """Loads the tokenizer of --model, and what the episodes need of its configuration."""
-    args = runner.args
-    folder, runner.tokenizer, config = find_model(args.model, weights=not args.engine)
-    config = config.get_text_config()
-    runner.max_context = getattr(config, "max_position_embeddings", None) or math.inf
-    with fail_on_error(f"the chat template of --model {args.model} can't be used"):
-        runner.stop = stop_ids(runner.tokenizer, folder)
-        runner.opening = think_prefix(runner.tokenizer, args.thinking)
-    runner.meta["model_weights"] = weights_digest(folder)
-
-
-async def load_role(runner, role, function, llm_function, params):
-    """Returns what plays the --agent or --human: a file's function, or for a server llm_function.
-
-    role: "agent" or "human". params: of the server's requests; null removes one.
-    """
-    who = getattr(runner.args, role)
-    if who.startswith(("http://", "https://")):
-        params = {name: value for name, value in params.items() if value is not None}
-        server = Server(runner.args, role, who, params)
-        if "model" not in params:
-            await server.choose_model()
-        runner.meta[f"{role}_model"] = params["model"]
-        return functools.partial(llm_function, server)
-    if who.startswith("fixed:"):
-        return lambda task, history: who.removeprefix("fixed:")
-    if who.endswith(".py"):
-        return load_function(who, function)
-    fail(f"--{role} {who}: give the http://host:port/v1 of an LLM, fixed:TEXT or FILE.py")
-
+# --- files with act(), reply() or advantages() ----------------------------------------------------
 
 def load_function(file, name):
     """Returns the function `name` that a Python file defines; it may be async."""
@@ -873,7 +871,7 @@ async def collect(args, emit):
     """Runs the episodes of stdin's tasks, and writes each as it ends."""
     tasks, done = {}, set()
     jobs = [*read_jobs(args, tasks)]
-    runner = await load_runner(args)
+    runner = await EpisodeRunner(args).load()
     if args.resume:
         resumed = open_to_resume(args.resume)  # locked until this function returns
         done = finished_episodes(resumed, runner.meta, tasks)

@@ -74,7 +74,7 @@ async def lock_step(runner, jobs, batch):
 
 def compare(args, flags, tasks):
     loop = asyncio.new_event_loop()
-    runner = loop.run_until_complete(collect.load_runner(collect.get_args(flags)))
+    runner = loop.run_until_complete(collect.EpisodeRunner(collect.get_args(flags)).load())
     runner.reply = slow(runner.reply, args.delay)
     jobs = [{**task, "sample": i} for i, task in enumerate(tasks)]
     seconds, results = time_alternately({

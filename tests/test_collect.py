@@ -111,13 +111,13 @@ def test_a_model_of_the_hub_is_the_same_before_and_after_its_download(tiny_dir, 
 
 def runner(tiny_dir, *flags):
     args = collect.get_args(["--model", tiny_dir, *map(str, flags)])
-    return asyncio.run(collect.load_runner(args))
+    return asyncio.run(collect.EpisodeRunner(args).load())
 
 
 def without_models(*flags):
     """An EpisodeRunner as it is before models are loaded."""
     unloaded = collect.EpisodeRunner(collect.get_args([*map(str, flags)]))
-    collect.load_tokenizer(unloaded)
+    unloaded.load_tokenizer()
     return unloaded
 
 
@@ -439,6 +439,9 @@ class Sampled:
     def __init__(self, args):
         self.meta = {"seed": args.seed}
 
+    async def load(self):
+        return self
+
     async def run_episode(self, task, sample):
         if self.random.random() < 0.2:
             raise collect.ContextFull("no reply")
@@ -448,9 +451,7 @@ class Sampled:
 
 def test_failed_episodes_are_counted_and_in_no_mean(playing, monkeypatch, tmp_path):
     """By their key, of a file that runs with other -k and --seed have resumed, after kills."""
-    async def load_runner(args):
-        return Sampled(args)
-    monkeypatch.setattr(collect, "load_runner", load_runner)
+    monkeypatch.setattr(collect, "EpisodeRunner", Sampled)
     r = random.Random(0)
     for number in range(12):
         path, lines_of = tmp_path / f"{number}.jsonl", []

@@ -123,7 +123,7 @@ def test_an_agent_that_fails_always_ends_the_run(tasks, playing, tmp_path):
     with pytest.raises(SystemExit, match="agent.py defines no act()"):
         agent_file(tmp_path, "")
         args = collect.get_args(["--agent", str(agent)])
-        asyncio.run(collect.load_runner(args))
+        asyncio.run(collect.EpisodeRunner(args).load())
 
 
 # --- flags ----------------------------------------------------------------------------------------
@@ -147,7 +147,7 @@ def test_an_agent_has_no_candidates_and_no_critic(flags):
 
 def test_an_agent_is_an_address_a_text_or_a_file():
     with pytest.raises(SystemExit, match="--agent gpt-4o: give the http://host:port/v1 of an LLM"):
-        asyncio.run(collect.load_runner(collect.get_args(["--agent", "gpt-4o"])))
+        asyncio.run(collect.EpisodeRunner(collect.get_args(["--agent", "gpt-4o"])).load())
 
 
 @pytest.mark.parametrize("changed, why", [

@@ -585,7 +585,7 @@ def test_a_judge_scores_a_message_by_the_share_of_its_comparisons_that_it_wins(t
 
     async def judged(reply):
         monkeypatch.setenv("JUDGE", Server(reply).url)
-        critic = (await collect.load_runner(args)).critic
+        critic = (await collect.EpisodeRunner(args).load()).critic
         return await collect.call_user_function(critic, task, dialogue("write f(x)"), actions)
     assert asyncio.run(judged(prefers_no)) == [0, 0.5, 0.5, 0.75, 0.75]
     for reply, error, why in (

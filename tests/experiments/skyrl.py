@@ -51,7 +51,7 @@ def human_runner(human, params):
     flags = ["--agent", "fixed:", "--human", human]
     if params:
         flags += ["--human_params", params]
-    return wait(collect.load_runner(collect.get_args(flags)))
+    return wait(collect.EpisodeRunner(collect.get_args(flags)).load())
 
 
 @functools.cache
