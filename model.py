@@ -547,12 +547,19 @@ def pair_accuracy(difference):
     return (difference.round(decimals=4).sign() + 1) / 2
 
 
-def mean_over_pairs(results):
-    """Returns (mean loss, {metric: its mean}) of the pairs' [(loss, {metric: scalar})]."""
-    losses, metrics = zip(*results)
-    return sum(losses) / len(losses), {
-        name: fmean(torch.as_tensor(of_pair[name]).item() for of_pair in metrics)
-        for name in metrics[0]}
+def mean_over_pairs(pair_loss):
+    """Returns the loss of a batch of pairs, a function, of that of a pair.
+
+    pair_loss(args, pair, logps, ref_logps) returns (loss, {metric: scalar}). The function takes all
+    pairs instead of one, and returns the means of both.
+    """
+    def batch_loss(args, pairs, logps, ref_logps):
+        results = [pair_loss(args, pair, logps, ref_logps) for pair in pairs]
+        losses, metrics = zip(*results)
+        return sum(losses) / len(losses), {
+            name: fmean(torch.as_tensor(of_pair[name]).item() for of_pair in metrics)
+            for name in metrics[0]}
+    return batch_loss
 
 
 def clip_gradient(model):

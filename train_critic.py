@@ -139,10 +139,7 @@ def critic_loss(args, pair, logps, ref_logps):
     return loss, {"accuracy": pair_accuracy(chosen - rejected), "margin": margin}
 
 
-def batch_loss(args, pairs, logps, ref_logps):
-    """Returns (mean loss over the pairs, {metric: its mean})."""
-    results = [critic_loss(args, pair, logps, ref_logps) for pair in pairs]
-    return mean_over_pairs(results)
+batch_loss = mean_over_pairs(critic_loss)  # (args, pairs, ...) -> (mean, {metric: its mean})
 
 
 # --- training -------------------------------------------------------------------------------------

@@ -169,7 +169,8 @@ def loss_of(job, pairs, logps, ref, batch):
         tokens = sum(len(action) for pair in pairs for _, action in pair.chosen)
         return tokens if job == "rft" else len(pairs)
 
-    return module.batch_loss(args, pairs, logps, ref)[0] * size(pairs) / size(batch)
+    batch_loss = train_critic.batch_loss if job == "critic" else train_policy.LOSSES[args.loss]
+    return batch_loss(args, pairs, logps, ref)[0] * size(pairs) / size(batch)
 
 
 def our_step(model, job, batch, ref):
