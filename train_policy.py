@@ -238,10 +238,10 @@ def train(args, log, trajectories, device):
 
     for step in range(log.step, len(batches)):
         batch, began = batches[step], time.monotonic()
-        logps, trees = forward(model, turns_in(batch), args.tree_tokens)  # {turn: (L,)}
+        logps, computed = forward(model, turns_in(batch), args.tree_tokens)  # {turn: (L,)}
         loss, metrics = batch_loss(args, batch, logps, ref_logps)
         loss.backward()  # as far as the log-probs,
-        backward(model, trees)  # and from there to the weights
+        backward(model, computed)  # and from there to the weights
         norm = clip_gradient(model)
         check_finite(step, loss=loss.item(), grad_norm=norm)
         lr = lr_at(step, len(batches), args.lr)
@@ -249,7 +249,7 @@ def train(args, log, trajectories, device):
             group["lr"] = lr
         optimizer.step()
         optimizer.zero_grad()
-        log.step_row(began, sum(len(tree.ids) for tree, *_ in trees), step=step, loss=loss.item(),
+        log.step_row(began, sum(len(x.tree.ids) for x in computed), step=step, loss=loss.item(),
                      **metrics, grad_norm=norm, lr=lr)
         if held_out and ((step + 1) % args.eval_every == 0 or step + 1 == len(batches)):
             # measured after the update; the training row of this step was measured before it

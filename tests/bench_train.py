@@ -175,10 +175,10 @@ def loss_of(job, pairs, logps, ref, batch):
 
 def our_step(model, job, batch, ref):
     """Runs a step like the trainers. The loss is the same on all ranks."""
-    logps, trees = forward(model, turns_in(batch), TREE_TOKENS)
+    logps, computed = forward(model, turns_in(batch), TREE_TOKENS)
     loss = loss_of(job, batch, logps, ref, batch)
     loss.backward()
-    backward(model, trees)
+    backward(model, computed)
     return loss.item()
 
 
@@ -311,16 +311,16 @@ class Bench:
         def results(dtype, separate):
             """Returns ([log-probs], [gradients]). separate: one forward per turn, no tree."""
             model, _ = load(self.folder, self.device, dtype)
-            trees = []
+            computed = []
             if separate:
                 with without_trees(model):
                     logps = [model(pad([p + a], self.device))[0, len(p) - 1:] for p, a in turns]
             else:
-                by_turn, trees = forward(model, turns)
+                by_turn, computed = forward(model, turns)
                 logps = [by_turn[turn] for turn in turns]
             logps = torch.cat(logps)
             logps.mean().backward()
-            backward(model, trees)
+            backward(model, computed)
             return [logps.detach().cpu()], [p.grad for p in model.parameters()]
 
         expected, errors = results("fp32", True), {}
