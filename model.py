@@ -100,15 +100,12 @@ class Trajectory(NamedTuple):
     actions: list  # [[Action]]: for each message of the agent, it and its candidates
 
     def turns(self):
-        """Returns the turns of the agent's messages, in order.
+        """Returns the turns of the agent's messages, in order; () if one of them is too long.
 
         Those that --max_tokens has truncated are left out, because they have no end token.
         """
-        return tuple(message.turn for message, *_ in self.actions if not message.fields.get("cut"))
-
-    def is_complete(self):
-        """Returns whether it can be trained on: it has turns, none of which is too long."""
-        return bool(self.turns()) and None not in self.turns()
+        turns = [message.turn for message, *_ in self.actions if not message.fields.get("cut")]
+        return () if None in turns else tuple(turns)
 
     def sort_key(self):
         """Returns a key to sort by, so that pairs do not depend on which episode ended first."""
@@ -210,13 +207,13 @@ class Pair(NamedTuple):
 
 
 def comparable_groups(trajectories):
-    """Returns [(task id, [Trajectory])] of the complete ones, sorted.
+    """Returns [(task id, [Trajectory])] of those that have turns, sorted.
 
     A group has the trajectories of a task; or, of converted preferences, those of one comparison.
     """
     groups = {}
     for t in sorted(trajectories, key=Trajectory.sort_key):
-        if t.is_complete():
+        if t.turns():
             groups.setdefault((t.task, t.record.get("comparison")), []).append(t)
     return [(task, group) for (task, _), group in groups.items()]
 

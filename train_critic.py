@@ -221,8 +221,8 @@ def add_scores(trajectories, logps, ref_logps):
                 value = advantage(logps[action.turn], ref_logps[action.turn])
                 action.fields["advantage"] = value.item()  # in t.record, too
         t.record.pop("value", None)
-        if t.is_complete():
-            t.record["value"] = trajectory_value(t.turns(), logps, ref_logps).item()
+        if turns := t.turns():
+            t.record["value"] = trajectory_value(turns, logps, ref_logps).item()
 
 
 def count_ordered_pairs(trajectories, min_gap):

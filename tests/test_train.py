@@ -1017,7 +1017,8 @@ def test_a_turn_of_exactly_max_length_tokens_is_not_too_long(pi_reads_c, tiny_di
 
     sizes = {sum(map(len, turn)) for t in read(9999) for turn in t.turns()}
     for longest in (min(sizes), max(sizes), sorted(sizes)[len(sizes) // 2]):
-        kept = {sum(map(len, turn)) for t in read(longest) for turn in t.turns() if turn}
+        kept = {sum(map(len, message.turn)) for t in read(longest) for message, *_ in t.actions
+                if message.turn}
         assert kept == {size for size in sizes if size <= longest}
 
 
