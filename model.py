@@ -100,15 +100,12 @@ class Trajectory(NamedTuple):
     actions: list  # [[Action]]: for each message of the agent, it and its candidates
 
     def turns(self):
-        """Returns the turns of the agent's messages, in order.
+        """Returns the turns of the agent's messages, in order; () if one of them is too long.
 
         Those that --max_tokens has truncated are left out, because they have no end token.
         """
-        return tuple(message.turn for message, *_ in self.actions if not message.fields.get("cut"))
-
-    def is_complete(self):
-        """Returns whether it can be trained on: it has turns, none of which is too long."""
-        return bool(self.turns()) and None not in self.turns()
+        turns = [message.turn for message, *_ in self.actions if not message.fields.get("cut")]
+        return () if None in turns else tuple(turns)
 
     def sort_key(self):
         """Returns a key to sort by, so that pairs do not depend on which episode ended first."""
@@ -210,13 +207,13 @@ class Pair(NamedTuple):
 
 
 def comparable_groups(trajectories):
-    """Returns [(task id, [Trajectory])] of the complete ones, sorted.
+    """Returns [(task id, [Trajectory])] of those that have turns, sorted.
 
     A group has the trajectories of a task; or, of converted preferences, those of one comparison.
     """
     groups = {}
     for t in sorted(trajectories, key=Trajectory.sort_key):
-        if t.is_complete():
+        if t.turns():
             groups.setdefault((t.task, t.record.get("comparison")), []).append(t)
     return [(task, group) for (task, _), group in groups.items()]
 
@@ -453,14 +450,19 @@ class TreeLM(torch.nn.Module):
         return torch.cat(logps)[tree.index]  # actions may share tokens
 
 
+class Computed(NamedTuple):
+    """A tree that this rank has computed, and where the gradient of a loss arrives."""
+    tree: Tree
+    logps: torch.Tensor  # (A,); with the graph to the weights if it is this rank's only tree
+    leaf: torch.Tensor   # (A,) the same on the CPU, without it: loss.backward() adds to its .grad
+
+
 def forward(model, turns, tree_tokens=math.inf, label=None):
-    """Returns ({turn: (L,) log-probs of its action given its prompt}, trees), for backward().
+    """Returns ({turn: (L,) log-probs of its action given its prompt}, [Computed], for backward()).
 
     All ranks must call this with the same turns. Each computes a share of the trees, and gets the
-    log-probs of the others. They are views of one leaf on the CPU, in fp32 or fp64: loss.backward()
-    fills its .grad, which backward() carries into the weights. trees: this rank's [(Tree, (A,)
-    log-probs with the graph, the leaf, where these begin in it)]; of several trees no graph is
-    kept, so that only one tree's activations are in memory.
+    log-probs of the others. They are views of leaves on the CPU, in fp32 or fp64. Of several trees
+    no graph is kept, so that only one tree's activations are in memory.
     tree_tokens: see partition. label: of a progress bar.
     """
     training = torch.is_grad_enabled()
@@ -469,34 +471,37 @@ def forward(model, turns, tree_tokens=math.inf, label=None):
     mine = range(RANK * n_trees, (RANK + 1) * n_trees)  # indices of this rank's parts
     lengths = [[len(turn.action) for turn in part] for part in parts]
     by_part = [torch.zeros(sum(part)) for part in lengths]  # 0 for other ranks
-    computed = []
+    graphs = []  # [(Tree, its log-probs)]
     for n in progress(label, mine) if label else mine:
         tree = Tree(parts[n], model.device)
         with torch.set_grad_enabled(training and n_trees == 1):
             logps = model(tree)
         by_part[n] = logps.detach().cpu()
         if training:
-            computed.append((tree, logps))
+            graphs.append((tree, logps))
     flat = torch.cat(by_part)
     if WORLD > 1:
         dist.all_reduce(flat)
-    flat.requires_grad_(training)
-    logps = dict(zip(chain(*parts), flat.split([*chain(*lengths)])))  # of a repeated part the last
-    starts = [0, *accumulate(map(len, by_part))]
-    trees = [(*computed_tree, flat, starts[n]) for computed_tree, n in zip(computed, mine)]
-    return {turn: logps[turn] for turn in turns}, trees
+    leaves = flat.split([sum(part) for part in lengths])
+    logps = {}
+    for part, leaf, part_lengths in zip(parts, leaves, lengths):
+        leaf.requires_grad_(training)
+        leaf.grad = torch.zeros_like(leaf)  # it stays 0 if a later copy of the part replaces it
+        logps |= zip(part, leaf.split(part_lengths))
+    computed = [Computed(*graph, leaves[n]) for graph, n in zip(graphs, mine)]
+    return {turn: logps[turn] for turn in turns}, computed
 
 
-def backward(model, trees):
+def backward(model, computed):
     """Adds to the weights' gradient what loss.backward() has left at the log-probs of forward().
 
     Each of several trees is computed once more. Each rank adds the gradient of its own trees, and
     FSDP sums them.
     """
-    for tree, logps, leaf, start in trees:
-        if len(trees) > 1:
+    for tree, logps, leaf in computed:
+        if len(computed) > 1:
             logps = model(tree)
-        logps.backward(leaf.grad[start:start + len(logps)].to(logps.device))
+        logps.backward(leaf.grad.to(logps.device))
 
 
 @torch.no_grad()
@@ -547,12 +552,19 @@ def pair_accuracy(difference):
     return (difference.round(decimals=4).sign() + 1) / 2
 
 
-def mean_over_pairs(results):
-    """Returns (mean loss, {metric: its mean}) of the pairs' [(loss, {metric: scalar})]."""
-    losses, metrics = zip(*results)
-    return sum(losses) / len(losses), {
-        name: fmean(torch.as_tensor(of_pair[name]).item() for of_pair in metrics)
-        for name in metrics[0]}
+def mean_over_pairs(pair_loss):
+    """Returns the loss of a batch of pairs, a function, of that of a pair.
+
+    pair_loss(args, pair, logps, ref_logps) returns (loss, {metric: scalar}). The function takes all
+    pairs instead of one, and returns the means of both.
+    """
+    def batch_loss(args, pairs, logps, ref_logps):
+        results = [pair_loss(args, pair, logps, ref_logps) for pair in pairs]
+        losses, metrics = zip(*results)
+        return sum(losses) / len(losses), {
+            name: fmean(torch.as_tensor(of_pair[name]).item() for of_pair in metrics)
+            for name in metrics[0]}
+    return batch_loss
 
 
 def clip_gradient(model):

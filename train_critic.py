@@ -139,10 +139,7 @@ def critic_loss(args, pair, logps, ref_logps):
     return loss, {"accuracy": pair_accuracy(chosen - rejected), "margin": margin}
 
 
-def batch_loss(args, pairs, logps, ref_logps):
-    """Returns (mean loss over the pairs, {metric: its mean})."""
-    results = [critic_loss(args, pair, logps, ref_logps) for pair in pairs]
-    return mean_over_pairs(results)
+batch_loss = mean_over_pairs(critic_loss)  # (args, pairs, ...) -> (mean, {metric: its mean})
 
 
 # --- training -------------------------------------------------------------------------------------
@@ -164,10 +161,10 @@ def train(args, log, trajectories, ref_turn_of, device):
 
     for step in range(log.step, len(batches)):
         batch, began = batches[step], time.monotonic()
-        logps, trees = forward(model, turns_in(batch), args.tree_tokens)  # {turn: (L,)}
+        logps, computed = forward(model, turns_in(batch), args.tree_tokens)  # {turn: (L,)}
         loss, metrics = batch_loss(args, batch, logps, ref_logps)
         loss.backward()  # as far as the log-probs,
-        backward(model, trees)  # and from there to the weights
+        backward(model, computed)  # and from there to the weights
         norm = clip_gradient(model)
         check_finite(step, loss=loss.item(), grad_norm=norm)
         lr = lr_at(step, len(batches), args.lr)
@@ -175,7 +172,7 @@ def train(args, log, trajectories, ref_turn_of, device):
             group["lr"] = lr
         optimizer.step()
         optimizer.zero_grad()
-        log.step_row(began, sum(len(tree.ids) for tree, *_ in trees), step=step, loss=loss.item(),
+        log.step_row(began, sum(len(x.tree.ids) for x in computed), step=step, loss=loss.item(),
                      **metrics, grad_norm=norm, lr=lr)
         if held_out and ((step + 1) % args.eval_every == 0 or step + 1 == len(batches)):
             # measured after the update; the training row of this step was measured before it
@@ -224,8 +221,8 @@ def add_scores(trajectories, logps, ref_logps):
                 value = advantage(logps[action.turn], ref_logps[action.turn])
                 action.fields["advantage"] = value.item()  # in t.record, too
         t.record.pop("value", None)
-        if t.is_complete():
-            t.record["value"] = trajectory_value(t.turns(), logps, ref_logps).item()
+        if turns := t.turns():
+            t.record["value"] = trajectory_value(turns, logps, ref_logps).item()
 
 
 def count_ordered_pairs(trajectories, min_gap):

@@ -39,7 +39,7 @@ def get_args(argv=None):
                    help="initial model, also the reference pi_ref")
     p.add_argument("--out", default="runs/policy",
                    help="output directory; an interrupted run in it is resumed")
-    p.add_argument("--loss", default="dpo", choices=[*LOSSES, "rft"],
+    p.add_argument("--loss", default="dpo", choices=[*LOSSES],
                    help="training data and objective, see above")
     g = p.add_argument_group("pairs")
     g.add_argument("--pairs_per_turn", type=int, default=4, help="dpo: distinct pairs of a turn")
@@ -201,23 +201,26 @@ def dpo_loss(args, pair, logps, ref_logps):
                   "chosen_change": chosen, "rejected_change": rejected}
 
 
-# A new loss is a function like dpo_loss and its name here; make_groups gives it candidate pairs.
-LOSSES = {"dpo": dpo_loss, "mtdpo": dpo_loss}
+def rft_loss(args, pairs, logps, ref_logps):
+    """Returns (NLL of a batch's trajectories, its mean over their tokens, {})."""
+    chosen = [joined_logps(pair.chosen, logps) for pair in pairs]
+    return -sum(x.sum() for x in chosen) / sum(map(len, chosen)), {}
 
 
-def batch_loss(args, pairs, logps, ref_logps):
-    """Returns (mean loss, {metric: its mean}) over the pairs; for rft (mean NLL per token, {})."""
-    if args.loss == "rft":
-        chosen = [joined_logps(pair.chosen, logps) for pair in pairs]
-        return -sum(x.sum() for x in chosen) / sum(map(len, chosen)), {}
-    results = [LOSSES[args.loss](args, pair, logps, ref_logps) for pair in pairs]
-    return mean_over_pairs(results)
+# Losses of a batch. A new one is a function like dpo_loss, or of all pairs like rft_loss, and a
+# line here; make_groups gives it candidate pairs.
+LOSSES = {
+    "dpo": mean_over_pairs(dpo_loss),
+    "mtdpo": mean_over_pairs(dpo_loss),
+    "rft": rft_loss,
+}
 
 
 # --- training -------------------------------------------------------------------------------------
 
 def train(args, log, trajectories, device):
     """Trains a policy, and saves it in --out."""
+    batch_loss = LOSSES[args.loss]
     model, tokenizer = load(args.model, device, args.dtype, args, train=True)
     ref_logps = candidate_logps(args, trajectories, model)
     groups, held_out = from_rank_0(lambda: make_pairs(args, trajectories, ref_logps))
@@ -235,10 +238,10 @@ def train(args, log, trajectories, device):
 
     for step in range(log.step, len(batches)):
         batch, began = batches[step], time.monotonic()
-        logps, trees = forward(model, turns_in(batch), args.tree_tokens)  # {turn: (L,)}
+        logps, computed = forward(model, turns_in(batch), args.tree_tokens)  # {turn: (L,)}
         loss, metrics = batch_loss(args, batch, logps, ref_logps)
         loss.backward()  # as far as the log-probs,
-        backward(model, trees)  # and from there to the weights
+        backward(model, computed)  # and from there to the weights
         norm = clip_gradient(model)
         check_finite(step, loss=loss.item(), grad_norm=norm)
         lr = lr_at(step, len(batches), args.lr)
@@ -246,7 +249,7 @@ def train(args, log, trajectories, device):
             group["lr"] = lr
         optimizer.step()
         optimizer.zero_grad()
-        log.step_row(began, sum(len(tree.ids) for tree, *_ in trees), step=step, loss=loss.item(),
+        log.step_row(began, sum(len(x.tree.ids) for x in computed), step=step, loss=loss.item(),
                      **metrics, grad_norm=norm, lr=lr)
         if held_out and ((step + 1) % args.eval_every == 0 or step + 1 == len(batches)):
             # measured after the update; the training row of this step was measured before it

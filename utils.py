@@ -103,10 +103,16 @@ def lr_at(step, steps, peak):
 class RunLog:
     """The directory --out of a training run: it has the metrics, and copies of the scripts.
 
-    rows: those of metrics.jsonl, [] in a new run; the first one has all flags. step: that of the
-    last checkpoint, from which a run resumes. finished: whether the run has nothing left to do.
-    check() compares this command with the run, in either case. Every rank needs a RunLog, because
-    a step's tokens are summed over the ranks.
+        log = RunLog(args)  # locks --out; log.rows: those of its metrics.jsonl, [] in a new run
+        log.check(facts)    # exits if the run in --out is another one
+        if not log.finished:
+            log.start("policy", steps)
+            for step in range(log.step, steps):  # log.step: that of the last checkpoint
+                log.step_row(began, own_tokens, step=step, loss=loss)
+                log.row(step=step, held_out_loss=loss)  # any other metrics
+            log.finish()
+
+    Every rank needs a RunLog, because a step's tokens are summed over the ranks.
     """
     MAY_CHANGE = ["out", "tree_tokens", "recompute", "compile", "offload", "save_every",
                   "eval_every", "model"]  # of the model, check() compares the weights
@@ -156,7 +162,6 @@ class RunLog:
 
         label: of the progress bar. steps: their number. numbers: of pairs and the like.
         """
-        self.label, self.n_done = label, self.step
         self.bar = progress(label, total=steps, initial=self.step)
         if RANK:
             return
@@ -174,15 +179,14 @@ class RunLog:
                 with writing(copy) as part:
                     shutil.copy(os.path.join(HERE, name), part)
 
-    def step_row(self, began, tokens, **row):
+    def step_row(self, began, own_tokens, **row):
         """Writes the metrics of a training step.
 
-        began: time.monotonic() at its start. tokens: those of this rank.
+        began: time.monotonic() at its start. own_tokens: those of this rank.
         """
-        row["tokens"] = int(sum_over_ranks(tokens))
+        row["tokens"] = int(sum_over_ranks(own_tokens))
         seconds = time.monotonic() - began
         row |= {"seconds": round(seconds, 4), "tokens_per_second": round(row["tokens"] / seconds)}
-        self.n_done = row["step"] + 1
         if RANK == 0:
             self.append(row)
             self.bar.set_postfix(numbers_of(row), refresh=False)
@@ -192,7 +196,7 @@ class RunLog:
         """Writes other metrics, and prints them."""
         if RANK == 0:
             self.append(row)
-            say(f"{self.label}: {', '.join(f'{name} {x}' for name, x in numbers_of(row).items())}")
+            say(f"{self.bar.desc}: {', '.join(f'{name} {x}' for name, x in numbers_of(row).items())}")
 
     def append(self, row):
         """Appends a row to metrics.jsonl."""
@@ -201,7 +205,7 @@ class RunLog:
     def finish(self):
         """Writes the last row, and removes the checkpoints, as the model is in --out."""
         self.bar.close()
-        self.row(finished=self.n_done)
+        self.row(finished=self.bar.n)
         drop_checkpoints(self.out)
 
 

@@ -169,15 +169,16 @@ def loss_of(job, pairs, logps, ref, batch):
         tokens = sum(len(action) for pair in pairs for _, action in pair.chosen)
         return tokens if job == "rft" else len(pairs)
 
-    return module.batch_loss(args, pairs, logps, ref)[0] * size(pairs) / size(batch)
+    batch_loss = train_critic.batch_loss if job == "critic" else train_policy.LOSSES[args.loss]
+    return batch_loss(args, pairs, logps, ref)[0] * size(pairs) / size(batch)
 
 
 def our_step(model, job, batch, ref):
     """Runs a step like the trainers. The loss is the same on all ranks."""
-    logps, trees = forward(model, turns_in(batch), TREE_TOKENS)
+    logps, computed = forward(model, turns_in(batch), TREE_TOKENS)
     loss = loss_of(job, batch, logps, ref, batch)
     loss.backward()
-    backward(model, trees)
+    backward(model, computed)
     return loss.item()
 
 
@@ -310,16 +311,16 @@ class Bench:
         def results(dtype, separate):
             """Returns ([log-probs], [gradients]). separate: one forward per turn, no tree."""
             model, _ = load(self.folder, self.device, dtype)
-            trees = []
+            computed = []
             if separate:
                 with without_trees(model):
                     logps = [model(pad([p + a], self.device))[0, len(p) - 1:] for p, a in turns]
             else:
-                by_turn, trees = forward(model, turns)
+                by_turn, computed = forward(model, turns)
                 logps = [by_turn[turn] for turn in turns]
             logps = torch.cat(logps)
             logps.mean().backward()
-            backward(model, trees)
+            backward(model, computed)
             return [logps.detach().cpu()], [p.grad for p in model.parameters()]
 
         expected, errors = results("fp32", True), {}

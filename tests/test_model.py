@@ -99,14 +99,14 @@ def separate(model, turns):
     return out
 
 
-TREES = {}  # {id of a model: the trees of its last forward}
+COMPUTED = {}  # {id of a model: what its last forward computed}
 
 
 def by_tree(model, turns, tree_tokens=math.inf):
     """The log-probs of M.forward, in the order of the turns."""
-    logps, trees = M.forward(model, turns, tree_tokens)
+    logps, computed = M.forward(model, turns, tree_tokens)
     if torch.is_grad_enabled():
-        TREES[id(model)] = trees
+        COMPUTED[id(model)] = computed
     return [logps[turn] for turn in turns]
 
 
@@ -114,7 +114,7 @@ def backward(model, loss):
     """The gradient of a loss of by_tree()."""
     loss.backward()
     if isinstance(model, M.TreeLM):
-        M.backward(model, TREES.pop(id(model)))
+        M.backward(model, COMPUTED.pop(id(model)))
 
 
 def gradients(model, logps):

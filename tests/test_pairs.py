@@ -168,6 +168,6 @@ def test_trl_computes_our_loss_of_the_file(scored, tiny_dir, tmp_path):
         assert row["chosen_ids"] == [*map(ord, chosen)]
         with torch.no_grad():
             losses.append(trainer.compute_loss(trainer.model, trainer.data_collator([row])).item())
-        ours = train_policy.batch_loss(args, [pair], logps, ref_logps)[0].item()
+        ours = train_policy.LOSSES["dpo"](args, [pair], logps, ref_logps)[0].item()
         assert losses[-1] == pytest.approx(ours, abs=1e-4)
     assert max(losses) - min(losses) > 0.1

@@ -46,9 +46,10 @@ def test_a_loss_is_that_of_its_equation(loss):
     Of one to three pairs, whose turns differ in number and length: the loss is a mean over pairs,
     but rft's over all tokens. The policy logs the mean change of each side's log-prob.
     """
-    trainer, of_tokens = train_policy, sum
     if loss == "critic":
-        trainer, of_tokens = train_critic, statistics.fmean
+        trainer, of_tokens, batch_loss = train_critic, statistics.fmean, train_critic.batch_loss
+    else:
+        trainer, of_tokens, batch_loss = train_policy, sum, train_policy.LOSSES[loss]
     exact = functools.partial(pytest.approx, rel=1e-9)
     mean = statistics.fmean
     for seed, (beta, nll_coef) in enumerate(3 * [(0.1, 0.01), (1.0, 0.0), (2.0, 1.0)]):
@@ -76,7 +77,7 @@ def test_a_loss_is_that_of_its_equation(loss):
         flags = ["--loss", loss] if trainer is train_policy else []
         if loss != "rft":
             flags += ["--beta", str(beta), "--nll_coef", str(nll_coef)]
-        got, facts = trainer.batch_loss(trainer.get_args(flags), pairs, logps, ref)
+        got, facts = batch_loss(trainer.get_args(flags), pairs, logps, ref)
         if loss == "rft":
             assert got.item() == exact(-mean(chosen_tokens)) and not facts
             continue
@@ -88,8 +89,9 @@ def test_a_loss_is_that_of_its_equation(loss):
 
 def test_metrics_may_be_lists_which_only_the_file_has(tmp_path, capsys):
     """Such as a histogram: the progress bar and stderr show numbers."""
-    loss, means = M.mean_over_pairs([(torch.tensor(1.0), {"a": torch.tensor(2.0), "b": 1}),
-                                     (torch.tensor(2.0), {"a": torch.tensor(5.0), "b": 2})])
+    results = {"x": (torch.tensor(1.0), {"a": torch.tensor(2.0), "b": 1}),
+               "y": (torch.tensor(2.0), {"a": torch.tensor(5.0), "b": 2})}
+    loss, means = M.mean_over_pairs(lambda args, pair, *_: results[pair])({}, "xy", {}, {})
     assert loss == 1.5 and means == {"a": 3.5, "b": 1.5}
     log = utils.RunLog(SimpleNamespace(out=str(tmp_path)))
     log.check({})
@@ -253,7 +255,7 @@ def test_mix_adds_the_pairs_of_mtdpo_per_pair_of_candidates(tiny_dir):
 def test_a_new_loss_needs_an_entry_only(ranked, tiny_dir):
     """It gets the pairs of --loss dpo, with all flags."""
     flags = ["--model", tiny_dir, "--logprob_weight", 0.1, "--mix", 0.5, "--loss"]
-    with patch.dict(train_policy.LOSSES, mine=train_policy.dpo_loss):
+    with patch.dict(train_policy.LOSSES, mine=train_policy.LOSSES["dpo"]):
         assert read_by(ranked, train_policy, *flags, "mine") == (
             read_by(ranked, train_policy, *flags, "dpo"))
     with pytest.raises(SystemExit):
@@ -891,12 +893,13 @@ def test_accuracy_does_not_depend_on_beta(beta):
     """Nor does a loss of DPO's; the margin does."""
     given, logps, ref = scored_trajectories(random.Random(0), 18)
     pairs = [*chain(*M.trajectory_pairs(given, 0).values())]
-    for trainer, of_tokens in (train_critic, statistics.fmean), (train_policy, sum):
-        args = SimpleNamespace(loss="dpo", beta=beta, nll_coef=0)
+    for batch_loss, of_tokens in ((train_critic.batch_loss, statistics.fmean),
+                                  (train_policy.LOSSES["dpo"], sum)):
+        args = SimpleNamespace(beta=beta, nll_coef=0)
         values = [[sum(of_tokens((logps[turn] - ref[turn]).tolist()) for turn in side)
                    for side in (pair.chosen, pair.rejected)] for pair in pairs]
         want = statistics.fmean(0.5 if abs(a - b) < 1e-4 else a > b for a, b in values)
-        _, metrics = trainer.batch_loss(args, pairs, logps, ref)
+        _, metrics = batch_loss(args, pairs, logps, ref)
         assert metrics["accuracy"] == pytest.approx(want)
         margin = statistics.fmean(a - b for a, b in values)
         assert metrics["margin"] == pytest.approx(beta * margin, rel=1e-5)
@@ -1014,7 +1017,8 @@ def test_a_turn_of_exactly_max_length_tokens_is_not_too_long(pi_reads_c, tiny_di
 
     sizes = {sum(map(len, turn)) for t in read(9999) for turn in t.turns()}
     for longest in (min(sizes), max(sizes), sorted(sizes)[len(sizes) // 2]):
-        kept = {sum(map(len, turn)) for t in read(longest) for turn in t.turns() if turn}
+        kept = {sum(map(len, message.turn)) for t in read(longest) for message, *_ in t.actions
+                if message.turn}
         assert kept == {size for size in sizes if size <= longest}
 
 
