@@ -553,7 +553,8 @@ def test_methods_are_compared_on_a_kind_of_task_of_ones_own(folder, monkeypatch)
     results = records((folder / "runs" / "results.jsonl").read_text())
     assert [r["system"] for r in results] == [*methods, "eq3", "rft", "base"]
     assert results[0]["episodes"] == 4
-
+    run("python runs/compare/orders/orders.py model --out words", folder)  # as setup words does
+    assert (folder / "words" / "config.json").exists()
     scored = [seed / f"scored-{name}.jsonl" for name in ("eq3", "untrained", "better")]
     chosen = run(f"python tests/experiments/choose_critic.py {scored[0]} {scored[1]}",
                  folder / "runs" / "compare" / "orders").stdout.strip()

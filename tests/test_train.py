@@ -31,7 +31,7 @@ import utils
 import colbench
 from colbench import agent_messages, read_records, task_id
 from conftest import (CPU, ROOT, actions, change_weights, complaint, copy_scripts, demos,
-                      descendants, gone, lines, metrics, plain_ids, read_by, records,
+                      descendants, dialogue, gone, lines, metrics, plain_ids, read_by, records,
                       script, stdin_of, steps, succeed, uncut, until, weights)
 from experiments import choose_critic
 from model import Action, Pair, Trajectory
@@ -950,6 +950,14 @@ def test_ordered_pairs_are_those_of_a_plain_loop_also_in_choose_critic(tmp_path,
             "trained on)\n".format(*counts[0], *counts[1]))
         written = [choose_critic.as_trajectory(record) for record in records(lines(rs))]
         assert train_critic.count_ordered_pairs(written, least) == pytest.approx(counts[0])
+
+
+def test_equal_dialogues_of_two_tasks_have_values_of_their_own():
+    rs = [{"task": {"id": task}, "sample": i, "reward": 1 - i, "value": value,
+           "dialogue_history": dialogue("pay", ("which rate?", "which fee?")[i])}
+          for task, i, value in [("a", 0, 2.0), ("a", 1, 1.0), ("b", 0, 1.0), ("b", 1, 2.0)]]
+    written = [choose_critic.as_trajectory(record) for record in rs]
+    assert train_critic.count_ordered_pairs(written, None) == (1, 2)
 
 
 def test_critics_are_chosen_by_the_same_pairs_or_not_at_all(tmp_path, capsys):

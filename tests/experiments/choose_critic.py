@@ -14,7 +14,7 @@ from pathlib import Path
 
 sys.path[:0] = map(str, [Path(__file__).resolve().parents[2], Path(__file__).resolve().parent])
 from colbench import agent_messages, message_texts, read_records, task_id  # noqa: E402
-from model import Action, Trajectory, Turn  # noqa: E402
+from model import Action, Trajectory, Turn, turn_actions  # noqa: E402
 from train_critic import count_ordered_pairs  # noqa: E402
 from utils import fail, fail_on_error, parser, run, say  # noqa: E402
 
@@ -27,9 +27,13 @@ def get_args(argv=None):
 
 
 def as_trajectory(record):
-    """Returns the Trajectory of a scored record, with its texts instead of turns."""
-    turn = Turn("", "\0".join(message_texts(record["dialogue_history"])))
-    return Trajectory(task_id(record["task"]), record, [[Action({}, turn, None)]])
+    """Returns the Trajectory of a scored record, with texts instead of tokens in its turns."""
+    task = task_id(record["task"])  # episodes of two tasks may have the same texts
+    actions = []
+    for history, (message, *_) in turn_actions(record):
+        turn = Turn(repr([task, message_texts(history)]), message["content"])
+        actions.append([Action(message, turn, None)])
+    return Trajectory(task, record, actions)
 
 
 def content(record):

@@ -216,7 +216,7 @@ trap finish EXIT
 for setup in "$@"; do
   case $setup in spelled | words)  # a copy of the scripts that knows orders
     code=runs/compare/orders; mkdir -p $code/tests
-    cp *.py tests/experiments/orders.py $code && cp -r tests/experiments $code/tests
+    cp *.py tests/toy.py tests/experiments/orders.py $code && cp -r tests/experiments $code/tests
     sed -i '/^# import here your own environments/a import orders' $code/*.py ;;
   esac
   even=; odd=
