@@ -58,7 +58,7 @@ from transformers.utils import logging
 
 from colbench import (THOUGHT_END, THOUGHT_START, hidden_information, read_records, task_id,
                       with_hidden)
-from utils import (RANK, WORLD, add_warning, barrier, digest, drop_checkpoints, fail,
+from utils import (RANK, WORLD, add_warning, digest, drop_checkpoints, fail,
                    fail_on_error, print_warnings, progress, rng, say, sum_over_ranks, writing)
 
 try:
@@ -251,6 +251,8 @@ def pairs_in_group(group, min_gap):
 
 def hold_out(tasks, share, seed):
     """Shuffles tasks; returns (training tasks, held out), with at least one to train on."""
+    if not 0 <= share <= 1:
+        fail("--held_out must be from 0 to 1")
     tasks = list(tasks)
     rng("held out", seed).shuffle(tasks)
     n_held = min(math.ceil(share * len(tasks) - 1e-9), len(tasks) - 1)  # 0.07 of 100 is 7
@@ -635,7 +637,7 @@ def load(path, device="cpu", dtype="fp32", args=None, train=False):
     dtype = pick_dtype(dtype, device)
     model = TreeLM(read_weights(path, dtype, train), device)
     turns = probe_turns(model.config)
-    own_logps = own_forward_logps(model, turns, path)
+    own_logps = own_forward_logps(model, turns)
     if not try_trees(model, turns[:2], own_logps):
         model.lm.set_attn_implementation("eager")
         say(f"warning: {path} does not support trees: it runs turn by turn and repeats prefixes")
@@ -717,7 +719,8 @@ def pick_dtype(name, device):
 
 def run_facts(args, device, trajectories):
     """Returns what a run that is resumed must have in common with this command, beside flags."""
-    return {"data_hash": data_hash(trajectories), "model_weights": base_digest(args.model),
+    folder, *_ = find_model(args.model, weights=True)
+    return {"data_hash": data_hash(trajectories), "model_weights": weights_digest(folder),
             "dtype": str(pick_dtype(args.dtype, device))}
 
 
@@ -756,11 +759,6 @@ def weights_digest(folder):
     return digest(hashes) if hashes else None
 
 
-def base_digest(path):
-    """Returns weights_digest of --model, which is a folder or hub name."""
-    return weights_digest(find_model(path, weights=True)[0])
-
-
 # --- proofs ---------------------------------------------------------------------------------------
 
 def probe_turns(config):
@@ -778,13 +776,10 @@ def probe_turns(config):
     return turns
 
 
-def own_forward_logps(model, turns, path):
+def own_forward_logps(model, turns):
     """Returns the turns' log-probs, (A,), by transformers' own forward, turn by turn."""
     with torch.no_grad():
-        own_logps = torch.cat([model(Tree([turn])) for turn in turns])
-    if not own_logps.isfinite().all():
-        fail(f"the log-probs of {path!r} are NaN or infinite: check its weights")
-    return own_logps
+        return torch.cat([model(Tree([turn])) for turn in turns])
 
 
 def try_trees(model, turns, own_logps):
@@ -1047,7 +1042,7 @@ def save_checkpoint(model, optimizer, out, step):
     with writing(os.path.join(out, f"checkpoint-{step}")) as part:
         dcp.save(training_state(model, optimizer), checkpoint_id=part)
     drop_checkpoints(out, keep=step)
-    barrier()  # so that no rank ends the program while rank 0 still writes
+    sum_over_ranks(0)  # wait, so that no rank ends the program while rank 0 still writes
 
 
 def load_checkpoint(model, optimizer, out, step):

@@ -31,13 +31,12 @@ import torch
 import torch.nn.functional as F
 
 from colbench import content_hash
-from model import (all_batches, backward, base_digest, check_finite, clip_gradient, forward,
+from model import (all_batches, backward, check_finite, clip_gradient, find_model, forward,
                    hold_out, load, load_checkpoint, mean_over_pairs, pair_accuracy,
                    read_trajectories, reference_logps, run_facts, save, save_checkpoint, score,
-                   trajectory_pairs, turns_in)
-from utils import (RANK, RunLog, changed_scripts, check_ranges, fail, from_rank_0,
-                   init_distributed, lr_at, machine_flags, open_stdout, parser, read_metrics,
-                   run, say)
+                   trajectory_pairs, turns_in, weights_digest)
+from utils import (RANK, RunLog, changed_scripts, fail, from_rank_0, init_distributed, lr_at,
+                   machine_flags, open_stdout, parser, read_metrics, run, say)
 
 
 def get_args(argv=None):
@@ -68,7 +67,6 @@ def get_args(argv=None):
     g.add_argument("--seed", type=int, default=0, help="of the training order and held-out tasks")
     machine_flags(p)
     args = p.parse_args(argv)
-    check_ranges(args)
     default = {"model": "meta-llama/Llama-3.1-8B-Instruct"}
     critic = read_critic(args.score) if args.score else default
     args.model = args.model or critic.get("model")
@@ -208,7 +206,8 @@ def check_pi_ref(folder, model):
     if changed := changed_scripts(folder):
         say(f"warning: the critic in {folder} was trained by another {changed}; to score as then, "
             f"run its own copies (python {folder}/NAME.py)")
-    if base_digest(model) != critic["model_weights"]:
+    pi_ref, *_ = find_model(model, weights=True)
+    if weights_digest(pi_ref) != critic["model_weights"]:
         fail(f"{model} is not the pi_ref of the critic in {folder}; give that by --model")
 
 

@@ -18,7 +18,6 @@ Left out on purpose: online sampling (instead, sample a second round with the tr
     torchrun --nproc_per_node=8 train_policy.py < scored.jsonl
     python train_policy.py --loss mtdpo --model runs/base --out runs/mtdpo < trajectories.jsonl
 """
-import math
 import time
 from itertools import chain, cycle, product
 
@@ -29,7 +28,7 @@ from model import (Pair, Trajectory, all_batches, backward, check_finite, clip_g
                    comparable_groups, forward, hold_out, load, load_checkpoint, mean_over_pairs,
                    pair_accuracy, read_trajectories, run_facts, save, save_checkpoint, score,
                    trajectory_pairs, turns_in)
-from utils import (RANK, RunLog, check_ranges, fail, from_rank_0, init_distributed, lr_at,
+from utils import (RANK, RunLog, fail, from_rank_0, init_distributed, lr_at,
                    machine_flags, parser, rng, run, say)
 
 
@@ -69,9 +68,6 @@ def get_args(argv=None):
         args.batch_size = 32 if args.loss == "rft" else 8
     if args.epochs is None:
         args.epochs = 4 if args.loss in ("mtdpo", "rft") else 1
-    check_ranges(args, "pairs_per_turn")
-    if not 0 <= args.mix < math.inf:
-        fail("--mix must be finite, and not negative")
     return args
 
 

@@ -80,15 +80,6 @@ def machine_flags(p):
     g.add_argument("--save_every", type=int, default=100, help="steps between checkpoints")
 
 
-def check_ranges(args, *more_counts):
-    """Exits, before a trainer loads the model, if --held_out or a count is out of its range."""
-    for name in ("batch_size", "epochs", "save_every", "eval_every", *more_counts):
-        if getattr(args, name) < 1:
-            fail(f"--{name} must be at least 1")
-    if not 0 <= args.held_out <= 1:
-        fail("--held_out must be from 0 to 1")
-
-
 # --- training: the learning rate and the --out directory ------------------------------------------
 
 def lr_at(step, steps, peak):
@@ -296,11 +287,6 @@ def sum_over_ranks(number):
     total = torch.tensor(number, dtype=torch.float64)
     torch.distributed.all_reduce(total)
     return total.item()
-
-
-def barrier():
-    """Waits until all ranks have called this."""
-    sum_over_ranks(0)
 
 
 # --- records: JSON lines from stdin or a file to stdout -------------------------------------------

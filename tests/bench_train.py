@@ -58,8 +58,7 @@ from model import (Turn, all_batches, backward, forward, load, score,  # noqa: E
                    turns_in)
 from plan import count_tokens, plan  # noqa: E402
 from timing import parser, ratio, show, time_alternately  # noqa: E402
-from utils import (RANK, WORLD, barrier, fail, from_rank_0, init_distributed,  # noqa: E402
-                   sum_over_ranks)
+from utils import RANK, WORLD, fail, from_rank_0, init_distributed, sum_over_ranks  # noqa: E402
 
 #               module, flags, pairs per step, epochs that reuse pi_ref's log-probs
 JOBS = {"dpo": (train_policy, [], 8, 1),
@@ -423,7 +422,7 @@ def main(args):
                 show(row)
                 if args.out and RANK == 0:
                     Path(args.out).write_text(json.dumps(rows, indent=1))
-                barrier()  # so that all ranks begin the next row together
+                sum_over_ranks(0)  # so that all ranks begin the next row together
                 gc.collect()
                 torch.cuda.empty_cache()
         del measure  # frees the models before those of the next shape are loaded
