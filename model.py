@@ -537,6 +537,8 @@ def all_batches(groups, batch_size, epochs, seed):
     Each epoch shuffles the groups; a group's pairs stay adjacent. A batch may begin or end within a
     group.
     """
+    if min(batch_size, epochs) < 1:
+        fail("--batch_size and --epochs must be at least 1")
     batches = []
     for epoch in range(epochs):
         order = list(groups)

@@ -1046,6 +1046,13 @@ def test_the_first_solved_trajectory_is_the_same_whatever_the_order_of_seeds(ran
         assert made[0] == made[1] and made[0]
 
 
+@pytest.mark.parametrize("batch_size, epochs", [(0, 1), (8, 0), (-1, 2), (8, -1)])
+def test_no_run_without_a_step(batch_size, epochs):
+    """It would save the base as a trained model."""
+    with pytest.raises(SystemExit, match="^error: --batch_size and --epochs must be at least 1"):
+        M.all_batches([("a", [Pair(())])], batch_size, epochs, 0)
+
+
 @pytest.mark.parametrize("share", [-0.1, 1.5, 10, math.nan, math.inf])
 def test_a_share_of_tasks_to_hold_out_is_from_0_to_1(share):
     """A percentage would hold out nearly all tasks; a negative share would train on the rest."""
