@@ -153,7 +153,8 @@ def read_action(output, last):
     if not markers:
         return content, content if last else None
     # ANSWER may be written twice: the last one that starts a line counts
-    marker = ([m for m in markers if starts_line(content, m)] or markers[:1])[-1]
+    at_line_start = [m for m in markers if starts_line(content, m)]
+    marker = at_line_start[-1] if at_line_start else markers[0]
     before, answer = content[:marker.start()], content[marker.end():]
     if before.count("```") % 2:  # ANSWER is inside a code block
         answer = "```\n" + answer
@@ -576,9 +577,9 @@ class Seen:
 def grade_records(records, args, references=False):
     """Yields (record, the fields that its environment's `grade` returns), in order.
 
-    references: grade the tasks' references instead, by `grade_reference`. A record leaves as soon
-    as it and those before it are graded; at most 4 x --workers are under way. An invalid line
-    raises its error when the records before it are graded.
+    references: grade the tasks' references instead, by `grade_reference`. With each record that
+    comes those leave that are graded; at most 4 x --workers are under way. An invalid line raises
+    its error when the records before it are graded.
     """
     opened, jobs, invalid = set(), deque(), None
     with contextlib.ExitStack() as stack, \
@@ -662,11 +663,11 @@ class Grader:
         answer = (answer or "").encode(errors="replace").decode()  # no Python has lone surrogates
         if not answer.strip():
             return with_reward(task, ["no answer"] * len(tests))
-        for word in BANNED_WORDS if self.official else ():
-            if word in answer:
-                reason = f"not run: the official rules refuse {word!r}"
-                return with_reward(task, [reason] * len(tests))
         if self.official:
+            banned = [word for word in BANNED_WORDS if word in answer]
+            if banned:
+                reason = f"not run: the official rules refuse {banned[0]!r}"
+                return with_reward(task, [reason] * len(tests))
             answer = first_block(answer)
         key = digest([task["ground_truth"], tests])
         if key not in self.expected:
@@ -1012,23 +1013,27 @@ def seed_random():
 
 def run_tests(request, result_fd):
     """Runs the tests of a request {text, tests, official}; writes a result for each."""
-    text, official = request["text"], request["official"]
-    programs, error = [], None
+    text, tests, official = request["text"], request["tests"], request["official"]
     try:
         programs = [Program(text)] if official else read_programs(text)
     except BaseException as e:
-        error = e
-    for test in request["tests"]:
+        for _ in tests:
+            send(result_fd, raised(e))
+        return
+    for test in tests:
         try:
-            if error is not None:
-                raise error
             value = value_of(programs, test, official)
             send(result_fd, RETURNED.decode())
             result = result_of(value, official)
         except BaseException as e:  # also SystemExit and KeyboardInterrupt
-            missing = f": {e.name}" if type(e) is ModuleNotFoundError else ""
-            result = f"raised {type(e).__name__}{missing}"
+            result = raised(e)
         send(result_fd, result)
+
+
+def raised(e):
+    """Returns what a child reports of an exception."""
+    missing = f": {e.name}" if type(e) is ModuleNotFoundError else ""
+    return f"raised {type(e).__name__}{missing}"
 
 
 def value_of(programs, test, official):
@@ -1042,7 +1047,7 @@ def value_of(programs, test, official):
     # official: two namespaces, as in the released scorer, so that an answer's functions can't see
     # its top-level names, such as imports and helper functions
     local_names = {} if official else namespace
-    programs, behind = split_at_final_version(programs, test)
+    programs, later = split_at_final_version(programs, test)
     errors = [e for program in programs for e in program.execute(namespace, local_names)]
     if official and errors:
         raise errors[0]
@@ -1050,9 +1055,9 @@ def value_of(programs, test, official):
         try:
             return eval(test, namespace, local_names)
         except NameError as e:
-            if not behind:
+            if not later:
                 raise errors[0] if errors else e
-        errors += add_missing(behind.pop(0), namespace)
+        errors += add_missing(later.pop(0), namespace)
 
 
 def split_at_final_version(programs, test):

@@ -32,7 +32,7 @@ from collections import Counter, deque
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
-from types import SimpleNamespace
+from typing import NamedTuple
 
 import openai
 import torch
@@ -57,6 +57,7 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 # --- flags ----------------------------------------------------------------------------------------
 
 def get_args(argv=None):
+    # A new flag tells two runs apart, unless colbench.MAY_DIFFER names it.
     p = parser(__doc__, "%(prog)s [flags] < tasks.jsonl > trajectories.jsonl")
     g = p.add_argument_group("episodes")
     g.add_argument("--model", default="meta-llama/Llama-3.1-8B-Instruct", help="the agent")
@@ -155,9 +156,9 @@ class EpisodeRunner:
     those of the distribution that is sampled (see sampling_logps).
     """
 
-    def __init__(self, args):
-        """load() sets what --model, --agent, --human and --critic determine."""
-        self.args, self.meta = args, run_meta(args)
+    def __init__(self, args, kinds=ENVIRONMENTS):
+        """kinds: those of the tasks. load() sets what depends on models, agent and human."""
+        self.args, self.meta = args, run_meta(args, kinds)
         self.engine = self.act = self.reply = self.critic = None
         self.tokenizer = self.stop = self.max_context = None  # of --model
         self.opening = ""  # see model.think_prefix
@@ -284,7 +285,8 @@ class EpisodeRunner:
         with fail_on_error(f"the chat template of --model {args.model} can't be used"):
             self.stop = stop_ids(self.tokenizer, folder)
             self.opening = think_prefix(self.tokenizer, args.thinking)
-        self.meta["model_weights"] = weights_digest(folder)
+        if not args.engine or os.path.isdir(args.model):  # else the weights need not be here
+            self.meta["model_weights"] = weights_digest(folder)
 
     async def load_role(self, role, function, llm_function, params):
         """Returns what plays the --agent or --human: a file's function, or llm_function's server.
@@ -295,9 +297,9 @@ class EpisodeRunner:
         if who.startswith(("http://", "https://")):
             params = {name: value for name, value in params.items() if value is not None}
             server = Server(self.args, role, who, params)
-            if "model" not in params:
+            if "model" not in server.body:
                 await server.choose_model()
-            self.meta[f"{role}_model"] = params["model"]
+            self.meta[f"{role}_model"] = server.body["model"]
             return functools.partial(llm_function, server)
         if who.startswith("fixed:"):
             return lambda task, history: who.removeprefix("fixed:")
@@ -378,25 +380,41 @@ class Critic:
     def __init__(self, args):
         critic = read_critic(args.critic) or {"model": args.model, "ref_context": "agent"}
         check_pi_ref(args.critic, critic["model"])
-        self.ref_reads_c, self.thinking = critic["ref_context"] == "hidden", args.thinking
+        self.ref_reads_hidden, self.thinking = critic["ref_context"] == "hidden", args.thinking
         self.pi, self.tokenizer = load(args.critic, DEVICE, args.dtype)
         self.pi_ref, _ = load(critic["model"], DEVICE, args.dtype)
 
     def advantages(self, task, history, actions):
         record = {"task": task, "meta": {"thinking": self.thinking}}
-        turns = pi_and_ref_turns(self.tokenizer, record, history, actions, pi_reads_c=True,
-                                 ref_reads_c=self.ref_reads_c)
+        turns = pi_and_ref_turns(self.tokenizer, record, history, actions, pi_reads_hidden=True,
+                                 ref_reads_hidden=self.ref_reads_hidden)
         ref_logps = reference_logps(self.pi_ref, dict(turns), TREE_TOKENS)
         logps = score(self.pi, list(ref_logps), TREE_TOKENS)
         return [advantage(logps[turn], ref_logps[turn]).item() for turn, _ in turns]
 
 
+class Request(NamedTuple):
+    """Messages to sample after a prompt. The result is the engine's, see EpisodeRunner."""
+    prompt: tuple  # token ids
+    rows: list     # [Row]
+    size: int      # most tokens of a row, with the prompt
+    result: asyncio.Future
+
+
+class Row:
+    """A message that is being sampled. key: see EpisodeRunner."""
+
+    def __init__(self, key, max_new):
+        self.rng, self.max_new = rng(*key), max_new
+        self.ids, self.logps, self.ended = [], [], False
+
+
 class TransformersEngine:
     """Samples with transformers in this process: a forward reads one token of all messages.
 
-    A row of the batch is a message that is being sampled. A prompt is read once, then its keys and
-    values are copied into the rows of its messages. Ended rows leave the batch, and those of new
-    requests join. A step ends when a request does.
+    The batch has a row for each message that is being sampled. A prompt is read once, then its keys
+    and values are copied into the rows of its messages. Ended rows leave the batch, and those of
+    new requests join. A step ends when a request does.
 
     The same key gives the same message unless rounding, which depends on the batch, flips a token:
     with SmolLM2-135M this happens to about one message in ten, and more often to long ones.
@@ -415,11 +433,9 @@ class TransformersEngine:
         self.mask = self.cache = None  # (R, W), 0 for padding; the rows' keys and values
 
     async def __call__(self, prompt, keys, max_new):
-        rows = [SimpleNamespace(rng=rng(*key), ids=[], logps=[], max_new=max_new, ended=False)
-                for key in keys]
+        rows = [Row(key, max_new) for key in keys]
         result = asyncio.get_running_loop().create_future()
-        self.waiting.append(SimpleNamespace(prompt=tuple(prompt), rows=rows, result=result,
-                                            size=len(prompt) + max_new))
+        self.waiting.append(Request(tuple(prompt), rows, len(prompt) + max_new, result))
         if self.loop is None or self.loop.done():
             self.loop = asyncio.create_task(self.run_steps())
         return await result
@@ -584,7 +600,7 @@ class Server:
             served = {model["id"]: model.get("max_model_len") for model in reply["data"]}
         except Exception as e:
             fail(f"{self.name}/models has no list of models (does the address end in /v1?): {e}")
-        name = wanted if wanted in served or len(served) != 1 else [*served][0]
+        name = [*served][0] if len(served) == 1 else wanted
         if wanted not in (None, name):
             say(f"{self.name} serves {name}, which is taken for --model {wanted}")
         if name not in served:
@@ -610,7 +626,8 @@ class Server:
         # which model replied, because a router may choose another one than was asked for
         USAGE.get().update({f"{self.role}_replies_by_{reply.get('model')}": 1,
                             f"{self.role}_prompt_tokens": usage.get("prompt_tokens") or 0,
-                            f"{self.role}_completion_tokens": usage.get("completion_tokens") or 0})
+                            f"{self.role}_completion_tokens": usage.get("completion_tokens") or 0,
+                            f"{self.role}_replies_without_tokens": not usage.get("prompt_tokens")})
         choice = reply["choices"][0]
         reason, text = choice["finish_reason"], choice["message"]["content"] or ""
         text = without_thinking(text)
@@ -717,15 +734,15 @@ def redact(reply, task):
 
 # --- --resume -------------------------------------------------------------------------------------
 
-def run_meta(args):
-    """Returns what determines episodes: flags, files by their hashes, and the kinds' prompts."""
+def run_meta(args, kinds=ENVIRONMENTS):
+    """Returns what determines episodes: flags, files by their hashes, prompts of tasks' kinds."""
     meta = settings(vars(args))
     if args.agent:  # these do not reach it, so they must not tell two of its runs apart
         del meta["model"], meta["seed"]
     for name in ("agent", "human", "critic"):
         meta[name] = fingerprint(meta[name])
-    prompts = [(ANSWER, OUTPUT, env.agent_prompt, env.human_prompt)
-               for env in ENVIRONMENTS.values()]
+    prompts = [(ANSWER, OUTPUT, ENVIRONMENTS[kind].agent_prompt, ENVIRONMENTS[kind].human_prompt)
+               for kind in sorted(kinds)]
     return meta | {"version": version(), "prompts": digest(prompts)}
 
 
@@ -871,7 +888,8 @@ async def collect(args, emit):
     """Runs the episodes of stdin's tasks, and writes each as it ends."""
     tasks, done = {}, set()
     jobs = [*read_jobs(args, tasks)]
-    runner = await EpisodeRunner(args).load()
+    kinds = {record["task"]["kind"] for record, _ in jobs}
+    runner = await EpisodeRunner(args, kinds).load()
     if args.resume:
         resumed = open_to_resume(args.resume)  # locked until this function returns
         done = finished_episodes(resumed, runner.meta, tasks)

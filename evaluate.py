@@ -234,7 +234,7 @@ def interval(values, is_share):
     if len(values) < 2:
         return None
     rng = np.random.default_rng(0)
-    means = [rng.choice(values, (100, len(values))).mean(1) for _ in range(20)]
+    means = rng.choice(values, (2000, len(values))).mean(1)
     return tuple(np.percentile(means, (2.5, 97.5)))
 
 

@@ -120,11 +120,11 @@ def turn_actions(record):
             yield history[:t], [message, *message.get("candidates", ())]
 
 
-def pi_and_ref_turns(tokenizer, record, history, actions, *, pi_reads_c, ref_reads_c):
+def pi_and_ref_turns(tokenizer, record, history, actions, *, pi_reads_hidden, ref_reads_hidden):
     """Returns [(pi's turn, pi_ref's turn)] of the actions after a history.
 
-    They differ only in the prompt. pi_reads_c, ref_reads_c: does the prompt of that model include
-    the hidden information, c? actions: messages or candidates.
+    They differ only in the prompt. pi_reads_hidden, ref_reads_hidden: does the prompt of that model
+    include the hidden information? actions: messages or candidates.
     """
     thinking = record.get("meta", {}).get("thinking", 0)  # the setting it was sampled with
 
@@ -133,8 +133,8 @@ def pi_and_ref_turns(tokenizer, record, history, actions, *, pi_reads_c, ref_rea
         messages = with_hidden(history, c) if c else history
         return packed(render(tokenizer, messages, thinking))
 
-    prompt = prompt_ids(pi_reads_c)
-    ref_prompt = prompt if ref_reads_c == pi_reads_c else prompt_ids(ref_reads_c)
+    prompt = prompt_ids(pi_reads_hidden)
+    ref_prompt = prompt if ref_reads_hidden == pi_reads_hidden else prompt_ids(ref_reads_hidden)
     turns = []
     for action in actions:
         ids = action_ids(tokenizer, action, history, thinking)
@@ -142,14 +142,14 @@ def pi_and_ref_turns(tokenizer, record, history, actions, *, pi_reads_c, ref_rea
     return turns
 
 
-def read_trajectories(args, *fields, pi_reads_c, ref_reads_c):
+def read_trajectories(args, *fields, pi_reads_hidden, ref_reads_hidden):
     """Returns [Trajectory] of stdin. fields: those that a record must have.
 
-    pi_reads_c, ref_reads_c: see pi_and_ref_turns. Actions that have more than --max_length tokens
-    with their prompt are too long.
+    pi_reads_hidden, ref_reads_hidden: see pi_and_ref_turns. Actions that have more than
+    --max_length tokens with their prompt are too long.
     """
     records = [*read_records(sys.stdin, "dialogue_history", *fields)]
-    warn_of(records, fields, pi_reads_c)
+    warn_of(records, fields, pi_reads_hidden)
     _, tokenizer, config = find_model(args.model)
     config = config.get_text_config()
     longest = min(args.max_length, getattr(config, "max_position_embeddings", None) or math.inf)
@@ -159,8 +159,8 @@ def read_trajectories(args, *fields, pi_reads_c, ref_reads_c):
     for record in records:
         task = task_id(record["task"])
         with fail_on_error(f"--model's chat template rejects the task {task}"):
-            actions = [*read_actions(tokenizer, record, longest, pi_reads_c=pi_reads_c,
-                                     ref_reads_c=ref_reads_c)]
+            actions = [*read_actions(tokenizer, record, longest, pi_reads_hidden=pi_reads_hidden,
+                                     ref_reads_hidden=ref_reads_hidden)]
         for action in chain(*actions):
             if action.turn is None:
                 add_warning(f"turns exceed {longest} tokens (--max_length or --model's limit): "
@@ -171,25 +171,25 @@ def read_trajectories(args, *fields, pi_reads_c, ref_reads_c):
     return trajectories
 
 
-def read_actions(tokenizer, record, longest, *, pi_reads_c, ref_reads_c):
+def read_actions(tokenizer, record, longest, *, pi_reads_hidden, ref_reads_hidden):
     """Yields the [Action] of each message of the agent: the message and its candidates.
 
-    longest: the most tokens of a turn. pi_reads_c, ref_reads_c: see pi_and_ref_turns.
+    longest: the most tokens of a turn. pi_reads_hidden, ref_reads_hidden: see pi_and_ref_turns.
     """
     for history, actions in turn_actions(record):
-        turns = pi_and_ref_turns(tokenizer, record, history, actions, pi_reads_c=pi_reads_c,
-                                 ref_reads_c=ref_reads_c)
+        turns = pi_and_ref_turns(tokenizer, record, history, actions,
+                                 pi_reads_hidden=pi_reads_hidden, ref_reads_hidden=ref_reads_hidden)
         yield [Action(fields, turn, ref_turn) if len(turn.prompt) + len(turn.action) <= longest
                else Action(fields, None, None)
                for fields, (turn, ref_turn) in zip(actions, turns)]
 
 
-def warn_of(records, fields, pi_reads_c):
+def warn_of(records, fields, pi_reads_hidden):
     """Warns of records without hidden information, and of tasks whose rewards have two graders."""
     grader_of = {}
     for record in records:
         task, grader = task_id(record["task"]), record.get("reward_by")
-        if pi_reads_c and not hidden_information(record["task"]):
+        if pi_reads_hidden and not hidden_information(record["task"]):
             add_warning("records without hidden information for the critic", f"the task {task}")
         if "reward" in fields and grader_of.setdefault(task, grader) != grader:
             add_warning("records have a reward by another grader than their task's first: grade "
@@ -472,25 +472,24 @@ def forward(model, turns, tree_tokens=math.inf, label=None):
     n_trees = len(parts) // WORLD  # the same number on each rank, as all join every collective
     mine = range(RANK * n_trees, (RANK + 1) * n_trees)  # indices of this rank's parts
     lengths = [[len(turn.action) for turn in part] for part in parts]
-    by_part = [torch.zeros(sum(part)) for part in lengths]  # 0 for other ranks
-    graphs = []  # [(Tree, its log-probs)]
+    dtype = torch.promote_types(next(model.parameters()).dtype, torch.float32)
+    flat = torch.zeros(sum(map(sum, lengths)), dtype=dtype)  # 0 for other ranks
+    leaves = flat.split([sum(part) for part in lengths])  # views of it, one per part
+    computed = []
     for n in progress(label, mine) if label else mine:
         tree = Tree(parts[n], model.device)
         with torch.set_grad_enabled(training and n_trees == 1):
             logps = model(tree)
-        by_part[n] = logps.detach().cpu()
+        leaves[n].copy_(logps.detach())
         if training:
-            graphs.append((tree, logps))
-    flat = torch.cat(by_part)
+            computed.append(Computed(tree, logps, leaves[n]))
     if WORLD > 1:
         dist.all_reduce(flat)
-    leaves = flat.split([sum(part) for part in lengths])
     logps = {}
     for part, leaf, part_lengths in zip(parts, leaves, lengths):
         leaf.requires_grad_(training)
         leaf.grad = torch.zeros_like(leaf)  # it stays 0 if a later copy of the part replaces it
         logps |= zip(part, leaf.split(part_lengths))
-    computed = [Computed(*graph, leaves[n]) for graph, n in zip(graphs, mine)]
     return {turn: logps[turn] for turn in turns}, computed
 
 
@@ -875,10 +874,14 @@ def action_ids(tokenizer, action, history, thinking=0):
 
 
 def action_text(tokenizer, action, thinking):
-    """Returns an action's output; or its content, which closes a thought that the prompt opens."""
-    if "output" in action:
+    """Returns an action's output; or its content, if it has no output or somebody edited it.
+
+    The content closes a thought that the prompt opens.
+    """
+    content = action.get("content", "")
+    if "output" in action and action["output"].strip().endswith(content.strip()):
         return action["output"]
-    opening, content = think_prefix(tokenizer, thinking), action.get("content", "")
+    opening = think_prefix(tokenizer, thinking)
     if not opening:
         return content
     return content.removeprefix(opening) if "</think>" in content else "</think>" + content

@@ -40,6 +40,7 @@ from utils import (RANK, RunLog, changed_scripts, fail, from_rank_0, init_distri
 
 
 def get_args(argv=None):
+    # A run is resumed only with equal flags, but for those that RunLog.MAY_CHANGE names.
     p = parser(__doc__, "%(prog)s [flags] < trajectories.jsonl > scored.jsonl")
     p.add_argument("--model", help="initial model, also the reference pi_ref; default: that of "
                    "the critic in --score; to train, meta-llama/Llama-3.1-8B-Instruct")
@@ -67,8 +68,9 @@ def get_args(argv=None):
     g.add_argument("--seed", type=int, default=0, help="of the training order and held-out tasks")
     machine_flags(p)
     args = p.parse_args(argv)
-    default = {"model": "meta-llama/Llama-3.1-8B-Instruct"}
-    critic = read_critic(args.score) if args.score else default
+    if not args.score:
+        args.model = args.model or "meta-llama/Llama-3.1-8B-Instruct"
+    critic = read_critic(args.score) if args.score else {}
     args.model = args.model or critic.get("model")
     args.ref_context = args.ref_context or critic.get("ref_context", "hidden")
     if not args.model:
@@ -91,8 +93,8 @@ def read_critic(folder):
 def read(args):
     """Returns [Trajectory] of stdin. pi reads the hidden information, pi_ref by --ref_context."""
     needed = [] if args.score else ["reward"]
-    return read_trajectories(args, *needed, pi_reads_c=True,
-                             ref_reads_c=args.ref_context == "hidden")
+    return read_trajectories(args, *needed, pi_reads_hidden=True,
+                             ref_reads_hidden=args.ref_context == "hidden")
 
 
 def ref_turns(trajectories):

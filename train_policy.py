@@ -33,6 +33,7 @@ from utils import (RANK, RunLog, fail, from_rank_0, init_distributed, lr_at,
 
 
 def get_args(argv=None):
+    # A run is resumed only with equal flags, but for those that RunLog.MAY_CHANGE names.
     p = parser(__doc__, "%(prog)s [flags] < scored.jsonl")
     p.add_argument("--model", default="meta-llama/Llama-3.1-8B-Instruct",
                    help="initial model, also the reference pi_ref")
@@ -77,7 +78,7 @@ def read(args):
     """Returns [Trajectory] of stdin."""
     needs_reward = args.loss == "mtdpo" or args.mix > 0 or (args.loss == "rft" and not args.all)
     fields = ["reward"] if needs_reward else []
-    return read_trajectories(args, *fields, pi_reads_c=False, ref_reads_c=False)
+    return read_trajectories(args, *fields, pi_reads_hidden=False, ref_reads_hidden=False)
 
 
 def make_pairs(args, trajectories, ref_logps):

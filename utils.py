@@ -187,7 +187,8 @@ class RunLog:
         """Writes other metrics, and prints them."""
         if RANK == 0:
             self.append(row)
-            say(f"{self.bar.desc}: {', '.join(f'{name} {x}' for name, x in numbers_of(row).items())}")
+            numbers = ", ".join(f"{name} {x}" for name, x in numbers_of(row).items())
+            say(f"{self.bar.desc}: {numbers}")
 
     def append(self, row):
         """Appends a row to metrics.jsonl."""

@@ -436,7 +436,7 @@ class Sampled:
     """Some episodes fail; the others have texts of their own."""
     random = random.Random(0)
 
-    def __init__(self, args):
+    def __init__(self, args, kinds):
         self.meta = {"seed": args.seed}
 
     async def load(self):
@@ -831,3 +831,10 @@ def test_a_critic_of_the_users_that_fails_now_and_then_costs_those_episodes(task
     played, _, end = playing(tasks, *flags, "--max_turns", 1, "-k", 8, "--concurrency", 1)
     assert len(played) == 4
     assert str(end).startswith("error: 28 episodes failed; --resume FILE reruns them")
+
+
+def test_a_kind_that_is_added_changes_no_run_of_other_kinds(monkeypatch):
+    args = collect.get_args(["--model", "m"])
+    before = collect.run_meta(args, {"backend"})
+    monkeypatch.setitem(collect.ENVIRONMENTS, "puzzle", colbench.Environment())
+    assert collect.run_meta(args, {"backend"}) == before != collect.run_meta(args, {"puzzle"})

@@ -269,7 +269,7 @@ def test_what_the_critic_and_its_reference_read():
         for pi, ref in (0, 1), (1, 0), (1, 1), (0, 0):
             record = {"task": {"ground_truth": "c"}, "meta": {"thinking": 1}}
             [turns] = M.pi_and_ref_turns(tokenizer, record, history, [action],
-                                         pi_reads_c=pi, ref_reads_c=ref)
+                                         pi_reads_hidden=pi, ref_reads_hidden=ref)
             read = [[tokenizer.decode([*map(ord, part)]) for part in turn] for turn in turns]
             assert read == [[prompts[with_c], said + "<|im_end|>"] for with_c in (pi, ref)]
 

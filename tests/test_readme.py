@@ -184,9 +184,10 @@ def test_the_edit_no_hidden(rewarded, tiny_dir, tmp_path):
     args = train_policy.get_args(["--model", str(tiny_dir)])
     critics = edited_module("no_hidden", tmp_path, "model")
     with stdin_of(rewarded):
-        policys = model.read_trajectories(args, pi_reads_c=False, ref_reads_c=False)
+        policys = model.read_trajectories(args, pi_reads_hidden=False, ref_reads_hidden=False)
     with stdin_of(rewarded):
-        assert policys == critics.read_trajectories(args, pi_reads_c=True, ref_reads_c=True)
+        assert policys == critics.read_trajectories(args, pi_reads_hidden=True,
+                                                    ref_reads_hidden=True)
     # tests of any order compute with the plain model.py
     assert inspect.unwrap(ALL_ATTENTION_FUNCTIONS["tree"]) is model.tree_attention
 
@@ -272,7 +273,7 @@ def test_the_edit_opsd(ranked, tiny_dir, tmp_path):
     for record in ranked:
         for history, actions in model.turn_actions(record):
             turns = model.pi_and_ref_turns(tokenizer, record, history, actions[:4],
-                                           pi_reads_c=False, ref_reads_c=True)
+                                           pi_reads_hidden=False, ref_reads_hidden=True)
             for turn, teacher_turn in turns:
                 pi, teacher = log_probs(turn), log_probs(teacher_turn)
                 divergences.append((teacher.exp() * (teacher - pi)).sum(-1).mean().item())

@@ -276,9 +276,9 @@ def test_candidates_without_ids_are_read_as_text(rewarded, tiny_dir):
 
 
 def test_what_is_trained_is_what_was_shown(rewarded, tiny_dir, capsys):
-    """The sampled tokens of an untouched message or candidate. After an edit of its output or its
-    ids, or with a special token inside, the tokens of the text, as if there had been no others. The
-    content counts only without an output.
+    """The sampled tokens of an untouched message or candidate. After an edit of its output, its
+    content or its ids, or with a special token inside, the tokens of the text, as if there had been
+    no others.
     """
     r, tokenizer = random.Random(0), M.find_model(tiny_dir)[1]
     end = M.text_ids(tokenizer, M.end_of_message(tokenizer))
@@ -300,7 +300,6 @@ def test_what_is_trained_is_what_was_shown(rewarded, tiny_dir, capsys):
                         x["content"] = text
                 elif change == "content" and x is found[0]:
                     text = x["content"] = "edited " + text
-                    del x["output"]
                 elif change == "ids":
                     x["token_ids"][0] = len(tokenizer) + r.randrange(9)  # of another model
                 elif change == "special":
@@ -311,7 +310,7 @@ def test_what_is_trained_is_what_was_shown(rewarded, tiny_dir, capsys):
                 wanted.append(M.packed(plain_ids(tokenizer, text.strip())) + end if change
                               else M.packed(x["token_ids"]))
     with stdin_of(rewarded):
-        read = M.read_trajectories(args, pi_reads_c=False, ref_reads_c=False)
+        read = M.read_trajectories(args, pi_reads_hidden=False, ref_reads_hidden=False)
     got = [x.turn.action for t in read for found in t.actions for x in found]
     assert [tokenizer.decode([*map(ord, x)]).strip() for x in got] == [
         tokenizer.decode([*map(ord, x)]).strip() for x in wanted]
@@ -811,7 +810,7 @@ def test_any_two_models_score_and_a_critics_run_gives_what_is_not_said(whole, da
     """The oracle: separate forwards of the two models. Only a critic has a pi_ref of its own."""
     (dpo, _), (critic, _) = whole("dpo"), whole("critic")
     given, tokenizer = records(data)[:3], M.find_model(tiny_dir)[1]
-    for flags, folder, ref, ref_reads_c in (
+    for flags, folder, ref, ref_reads_hidden in (
             ([dpo, "--model", tiny_dir], dpo, tiny_dir, True), ([critic], critic, tiny_dir, True),
             ([tiny_dir, "--model", dpo, "--ref_context", "hidden"], tiny_dir, dpo, True),
             ([dpo, "--model", dpo, "--ref_context", "agent"], dpo, dpo, False),
@@ -820,8 +819,8 @@ def test_any_two_models_score_and_a_critics_run_gives_what_is_not_said(whole, da
         pi, pi_ref = (AutoModelForCausalLM.from_pretrained(path) for path in (folder, ref))
         for record in got:
             for history, found in M.turn_actions(record):
-                turns = M.pi_and_ref_turns(tokenizer, record, history, found, pi_reads_c=True,
-                                           ref_reads_c=ref_reads_c)
+                turns = M.pi_and_ref_turns(tokenizer, record, history, found, pi_reads_hidden=True,
+                                           ref_reads_hidden=ref_reads_hidden)
                 for action, (turn, ref_turn) in zip(found, turns):
                     want = separate(pi, [turn])[0] - separate(pi_ref, [ref_turn])[0]
                     assert action["advantage"] == pytest.approx(want.mean().item(), abs=1e-4)
@@ -1016,12 +1015,12 @@ def test_an_edited_value_of_a_trajectory_is_that_of_the_loss_and_of_both_accurac
     assert found[0] != found[1] and found[0][1] != found[1][1]
 
 
-@pytest.mark.parametrize("pi_reads_c", [False, True])
-def test_a_turn_of_exactly_max_length_tokens_is_not_too_long(pi_reads_c, tiny_dir):
+@pytest.mark.parametrize("pi_reads_hidden", [False, True])
+def test_a_turn_of_exactly_max_length_tokens_is_not_too_long(pi_reads_hidden, tiny_dir):
     def read(max_length):
         with stdin_of(demos(5)):
             return M.read_trajectories(SimpleNamespace(model=tiny_dir, max_length=max_length),
-                                       pi_reads_c=pi_reads_c, ref_reads_c=False)
+                                       pi_reads_hidden=pi_reads_hidden, ref_reads_hidden=False)
 
     sizes = {sum(map(len, turn)) for t in read(9999) for turn in t.turns()}
     for longest in (min(sizes), max(sizes), sorted(sizes)[len(sizes) // 2]):

@@ -35,7 +35,9 @@ def progress(args, steps):
     def turn(r, o):
         y = {"role": "assistant", "content": f"{ANSWER}\n{r['task']['ground_truth']}"}
         with fail_on_error("--model's chat template rejects the dialogue"):
-            return pi_and_ref_turns(tokenizer, r, o, [y], pi_reads_c=False, ref_reads_c=False)[0][0]
+            turns = pi_and_ref_turns(tokenizer, r, o, [y], pi_reads_hidden=False,
+                                     ref_reads_hidden=False)
+            return turns[0][0]
 
     pairs = [(turn(r, history), turn(r, [*history, message, *(reply or ())]))  # (before, after)
              for _, r, history, message, reply in steps]
