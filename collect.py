@@ -690,6 +690,8 @@ async def llm_reply(server, task, history):
             content.append({"type": "image_url", "image_url": {"url": url}})
     message = await server.chat([{"role": "user", "content": content}])
     own = first_speech(message["output"])
+    if not own:
+        raise ValueError("the reply is only a speaker's name")
     reply = own if env.shows_pages else redact(own, task)
     # truncation matters only if it is in the part that the agent reads
     if "cut" in message and message["output"].endswith(own) and len(reply) < env.reply_chars:

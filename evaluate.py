@@ -6,7 +6,7 @@
 
     reward        share of hidden tests passed, or likeness of the web pages
     success       share of episodes with reward 1 (not for frontend tasks)
-    unanswered    share of episodes that end without an answer
+    unanswered    share of episodes whose last message, which is graded anyway, has no ANSWER
     not_drawn     frontend: share of episodes whose page, or reference page, can't be rendered
     turns, tokens number of agent messages per episode, and of tokens sampled for them; there is no
                   number of tokens if that of a single message is unknown
