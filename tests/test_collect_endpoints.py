@@ -183,9 +183,9 @@ def test_the_agent_does_not_read_what_the_human_says_for_others(tasks, playing):
     replies = [m["content"] for r in played for m in r["dialogue_history"][2::2]]
     assert len(replies) >= 4 and {*replies} == {"it is 4"}
     nobody = Server(lambda path, body: chat("You:\nAssistant:"))
-    played, _, _ = playing(tasks[:4], *PLAY, "--human", nobody.url)
-    reasons = [r["failed"] for r in played if "failed" in r]
-    assert reasons and {*reasons} == {"ValueError: the reply is only a speaker's name"}
+    playing(tasks[:4], *PLAY, "--human", nobody.url)
+    reasons = {r["failed"] for r in playing.failed}
+    assert reasons == {"ValueError: the reply is only a speaker's name"}
 
 
 def test_the_manuals_human_reads_the_dialogue_with_roles_exchanged(tasks, tmp_path, playing,
