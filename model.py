@@ -472,24 +472,25 @@ def forward(model, turns, tree_tokens=math.inf, label=None):
     n_trees = len(parts) // WORLD  # the same number on each rank, as all join every collective
     mine = range(RANK * n_trees, (RANK + 1) * n_trees)  # indices of this rank's parts
     lengths = [[len(turn.action) for turn in part] for part in parts]
-    dtype = torch.promote_types(next(model.parameters()).dtype, torch.float32)
-    flat = torch.zeros(sum(map(sum, lengths)), dtype=dtype)  # 0 for other ranks
-    leaves = flat.split([sum(part) for part in lengths])  # views of it, one per part
-    computed = []
+    by_part = [torch.zeros(sum(part)) for part in lengths]  # 0 for other ranks
+    graphs = []  # [(Tree, its log-probs)]
     for n in progress(label, mine) if label else mine:
         tree = Tree(parts[n], model.device)
         with torch.set_grad_enabled(training and n_trees == 1):
             logps = model(tree)
-        leaves[n].copy_(logps.detach())
+        by_part[n] = logps.detach().cpu()
         if training:
-            computed.append(Computed(tree, logps, leaves[n]))
+            graphs.append((tree, logps))
+    flat = torch.cat(by_part)
     if WORLD > 1:
         dist.all_reduce(flat)
+    leaves = flat.split([sum(part) for part in lengths])
     logps = {}
     for part, leaf, part_lengths in zip(parts, leaves, lengths):
         leaf.requires_grad_(training)
         leaf.grad = torch.zeros_like(leaf)  # it stays 0 if a later copy of the part replaces it
         logps |= zip(part, leaf.split(part_lengths))
+    computed = [Computed(*graph, leaves[n]) for graph, n in zip(graphs, mine)]
     return {turn: logps[turn] for turn in turns}, computed
 
 
