@@ -277,7 +277,8 @@ def cell(r, field, form):
         return "-"
     if "%" not in form:
         return format(r[field], form)
-    mean, *limits = (format(x, form)[:-1] for x in (r[field], *(r[f"{field}_95"] or [])))
+    limits = r[f"{field}_95"] or []
+    mean, *limits = [format(x, form).removesuffix("%") for x in (r[field], *limits)]
     return f"{mean} [{', '.join(limits)}]" if limits else mean
 
 
