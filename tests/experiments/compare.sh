@@ -17,6 +17,8 @@
 #   agent            the same with --ref_context agent
 #   untrained        the base itself
 #   better           eq3 or untrained, whichever orders more trajectory pairs (choose_critic.py)
+#   another          eq3 on records with the hidden information of another task
+#   none             no critic: all advantages are 0
 #   EDIT+EDIT        train_critic.py with these edits/*.diff, such as regression+value
 # CRITIC@WEIGHT sets the policy's --logprob_weight (0.1). METHOD-rft also learns a second time: by
 # RFT, from what METHOD's policy solves.
@@ -136,15 +138,40 @@ setup_real() {
 
 score() {  # CRITIC: writes $dir/scored-CRITIC.jsonl
   if [ -e $dir/scored-$1.jsonl ]; then return; fi
-  local code=$code critic="--seed $seed $FLAGS --model $dir/base --out $dir/critic-$1 $critic_flags"
+  local code=$code records=$dir/train.jsonl
+  local critic="--seed $seed $FLAGS --model $dir/base --out $dir/critic-$1 $critic_flags"
   case $1 in
     eq3) ;;
+    another) records=$dir/another.jsonl; stage $records another_reference < $dir/train.jsonl ;;
+    none) stage $dir/scored-none.jsonl no_advantage < $dir/train.jsonl; return ;;
     agent) critic+=" --ref_context agent" ;;
     untrained) critic="--score $dir/base --model $dir/base --ref_context agent $FLAGS" ;;
     better) score eq3; score untrained; stage $dir/scored-better.jsonl better_scores; return ;;
     *) code=$(edited_copy ${1//+/ }) ;;
   esac
-  stage $dir/scored-$1.jsonl python $code/train_critic.py $critic < $dir/train.jsonl
+  stage $dir/scored-$1.jsonl python $code/train_critic.py $critic < $records
+}
+another_reference() {  # permutes the hidden information of the tasks, at random in one circle
+  python -c "
+import json, random, sys
+records = [json.loads(line) for line in sys.stdin]
+references = {r['task']['id']: r['task'].get('hidden_information') or r['task']['ground_truth']
+              for r in records}
+ids = [*references]
+random.Random($seed).shuffle(ids)
+other = dict(zip(ids, ids[1:] + ids[:1]))
+for r in records:
+    r['task']['hidden_information'] = references[other[r['task']['id']]]
+    print(json.dumps(r))"
+}
+no_advantage() {
+  python -c "
+import json, sys
+for r in map(json.loads, sys.stdin):
+    for message in r['dialogue_history']:
+        for candidate in message.get('candidates', []):
+            candidate['advantage'] = 0
+    print(json.dumps(r))"
 }
 better_scores() {
   cat $(python $code/tests/experiments/choose_critic.py $dir/scored-{eq3,untrained}.jsonl)
