@@ -43,6 +43,7 @@ import pkgutil
 import queue
 import re
 import resource
+import runpy
 import shutil
 import signal
 import socket
@@ -58,7 +59,8 @@ import urllib.parse
 from collections import abc, defaultdict, deque
 from hashlib import sha256
 
-from utils import (HERE, cpus, digest, fail, open_stdout, parser, read_jsonl, run, say)
+from utils import (HERE, cpus, digest, fail, fail_on_error, open_stdout, parser, read_jsonl, run,
+                   say)
 
 
 ANSWER = "I WANT TO ANSWER:"   # marks the final answer, which follows it
@@ -74,20 +76,20 @@ HIDDEN = "Hidden reference:\n{hidden}\n\n"  # prefix of the dialogues that the c
 #      "test_cases": {"test1": "pay(3)"}}                               calls that test an answer
 
 def task_kind(task):
-    """Returns the task's kind, a key of ENVIRONMENTS; raises ValueError if it is unknown."""
+    """Returns the task's kind, a key of environments(); raises ValueError if it is unknown."""
     kind = task.get("kind")
     if kind is None:  # ColBench's published tasks have none
         is_page = re.search("<(html|body)", str(task.get("ground_truth")), re.I)
         kind = "frontend" if is_page and "test_cases" not in task else "backend"
-    if kind not in ENVIRONMENTS:
-        known = ", ".join(ENVIRONMENTS)
+    if kind not in environments():
+        known = ", ".join(environments())
         raise ValueError(f"unknown task.kind {repr(kind)[:40]}; known kinds: {known}")
     return kind
 
 
 def environment(task):
     """Returns the Environment of a task; raises ValueError if its kind is unknown."""
-    return ENVIRONMENTS[task_kind(task)]
+    return environments()[task_kind(task)]
 
 
 def hidden_information(task):
@@ -374,7 +376,18 @@ mention pictures."""
         return {"reward": self.likeness(*pages), "reward_by": self.reward_by}
 
 
-ENVIRONMENTS = {"backend": Functions(), "frontend": Pages()}
+@functools.cache
+def environments():
+    """Returns {kind: Environment}: ColBench's two kinds, and your own.
+
+    Those are in ENVIRONMENTS, a dict of the file that the environment variable ENVIRONMENTS_FILE
+    names (MANUAL.md, "Your own environment"). The sandbox never reads it.
+    """
+    kinds = {"backend": Functions(), "frontend": Pages()}
+    if file := os.environ.get("ENVIRONMENTS_FILE"):
+        with fail_on_error(f"ENVIRONMENTS_FILE={file}"):
+            kinds |= runpy.run_path(file)["ENVIRONMENTS"]
+    return kinds
 
 
 # --- records --------------------------------------------------------------------------------------
@@ -393,7 +406,7 @@ ACTION = {                 # a message of the agent, or a candidate for one
     "advantage": float}    # by the critic
 RECORD = {                 # an episode: its key is (task id, sample)
     "task": {              # its `id` may have any type; by default it is a hash of the others
-        "kind": str,                 # a key of ENVIRONMENTS
+        "kind": str,                 # a key of environments()
         "problem_description": str,  # what the agent reads at first
         "ground_truth": str,         # the reference
         "hidden_information": str,   # what human and critic read; by default the reference
@@ -1488,9 +1501,5 @@ def main(args):
     COMMANDS[args.command](args, open_stdout())
 
 
-# import here your own environments, which add themselves (MANUAL.md, "Your own environment")
-
-
 if __name__ == "__main__":
-    import colbench  # not this copy, __main__: own environments add themselves to the other one
-    run(colbench.main, get_args())
+    run(main, get_args())

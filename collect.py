@@ -42,9 +42,9 @@ from transformers import AttentionInterface, AttentionMaskInterface, DynamicCach
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
-from colbench import (ANSWER, ENVIRONMENTS, OUTPUT, RECORD, Episode, Renderer, RenderError, Seen,
-                      agent_messages, answered, check_shape, environment, human_prompt,
-                      read_records, settings, task_id, task_kind, without_thinking)
+from colbench import (ANSWER, OUTPUT, RECORD, Episode, Renderer, RenderError, Seen,
+                      agent_messages, answered, check_shape, environment, environments,
+                      human_prompt, read_records, settings, task_id, task_kind, without_thinking)
 from model import (decode, find_model, load, load_lm, pi_and_ref_turns, reference_logps, render,
                    score, stop_ids, think_prefix, turn_actions, weights_digest)
 from train_critic import advantage, check_pi_ref, read_critic
@@ -156,8 +156,8 @@ class EpisodeRunner:
     those of the distribution that is sampled (see sampling_logps).
     """
 
-    def __init__(self, args, kinds=ENVIRONMENTS):
-        """kinds: those of the tasks. load() sets what depends on models, agent and human."""
+    def __init__(self, args, kinds=None):
+        """kinds: see run_meta. load() sets what depends on models, agent and human."""
         self.args, self.meta = args, run_meta(args, kinds)
         self.engine = self.act = self.reply = self.critic = None
         self.tokenizer = self.stop = self.max_context = None  # of --model
@@ -736,15 +736,18 @@ def redact(reply, task):
 
 # --- --resume -------------------------------------------------------------------------------------
 
-def run_meta(args, kinds=ENVIRONMENTS):
-    """Returns what determines episodes: flags, files by their hashes, prompts of tasks' kinds."""
+def run_meta(args, kinds=None):
+    """Returns what determines episodes: flags, files by their hashes, and prompts.
+
+    kinds: of tasks, whose prompts count; by default all.
+    """
     meta = settings(vars(args))
     if args.agent:  # these do not reach it, so they must not tell two of its runs apart
         del meta["model"], meta["seed"]
     for name in ("agent", "human", "critic"):
         meta[name] = fingerprint(meta[name])
-    prompts = [(ANSWER, OUTPUT, ENVIRONMENTS[kind].agent_prompt, ENVIRONMENTS[kind].human_prompt)
-               for kind in sorted(kinds)]
+    of_kinds = [environments()[kind] for kind in sorted(kinds or environments())]
+    prompts = [(ANSWER, OUTPUT, env.agent_prompt, env.human_prompt) for env in of_kinds]
     return meta | {"version": version(), "prompts": digest(prompts)}
 
 

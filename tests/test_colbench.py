@@ -196,7 +196,7 @@ def test_published_tasks_without_a_kind_are_recognised_and_an_unknown_kind_is_no
     for kind, published in (("backend", page), ("backend", {"ground_truth": "def f(): return 1"}),
                             ("frontend", {"ground_truth": "<BODY>a"}),
                             ("frontend", {"ground_truth": "a", "kind": "frontend"})):
-        assert colbench.environment(published) is colbench.ENVIRONMENTS[kind]
+        assert colbench.environment(published) is colbench.environments()[kind]
     with pytest.raises(ValueError, match="unknown task.kind 'words'; known kinds: backend"):
         colbench.environment({**DOUBLE, "kind": "words"})
 

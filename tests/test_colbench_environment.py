@@ -7,30 +7,29 @@ import pytest
 
 import colbench
 import toy
-from conftest import DOUBLE, HONEST, ROOT, actions, copy_scripts, records, save, succeed
+from conftest import CPU, DOUBLE, HONEST, ROOT, actions, copy_scripts, records, save, succeed
 
-HERE = "# import here your own environments, which add themselves"
 MANUAL = open(f"{ROOT}/tests/experiments/MANUAL.md", encoding="utf-8").read()
 
 
 @pytest.fixture
-def repo(tmp_path):
-    """A copy of the scripts with the manual's words.py beside them, and its line in colbench.py."""
+def repo(tmp_path, monkeypatch):
+    """A copy of the scripts, with the manual's words.py beside them, which they know."""
     copy_scripts(tmp_path)
     (code,) = re.findall(r"<!-- environment -->\n```python\n(.*?)```", MANUAL, re.S)
-    (row,) = re.findall(r"add `(.*?)` at\sthe end of `colbench.py`", MANUAL)
+    (line,) = re.findall(r"`export (ENVIRONMENTS_FILE=.*?)`", MANUAL)
     (tmp_path / "words.py").write_text(code)
-    text = (tmp_path / "colbench.py").read_text()
-    assert text.count(HERE) == 1
-    (tmp_path / "colbench.py").write_text(text.replace(HERE, f"{row}\n{HERE}"))
+    monkeypatch.setitem(CPU, *line.split("="))
     return tmp_path
 
 
-def test_backend_tasks_are_graded_beside_them(repo):
-    """The sandbox's servers import it, too, as it is beside them."""
+def test_backend_tasks_are_graded_beside_them_by_servers_that_never_read_them(repo):
+    with open(repo / "words.py", "a") as f:
+        f.write("\nwith open('readers', 'a') as f: print('one', file=f)\n")
     given = [{"task": DOUBLE, "answer": HONEST}]
     done = succeed(str(repo / "colbench.py"), "grade", stdin=given, cwd=repo)
     assert [r["reward"] for r in records(done.stdout)] == [1]
+    assert (repo / "readers").read_text() == "one\n"  # the grader's own process
 
 
 def test_twenty_questions_go_through_all_scripts(repo, monkeypatch):
@@ -41,8 +40,8 @@ def test_twenty_questions_go_through_all_scripts(repo, monkeypatch):
     tasks, _ = run("words.py")
     assert [r["task"] for r in run("colbench.py", "check", stdin=tasks)[0]] == tasks
 
-    monkeypatch.setitem(colbench.ENVIRONMENTS, "words", None)  # words.py makes it known here, too
     words, r = runpy.run_path(str(repo / "words.py")), random.Random(0)
+    monkeypatch.setitem(colbench.environments(), "words", words["ENVIRONMENTS"]["words"])
 
     def episode(task):
         """An agent asks three questions, and guesses one of two words."""
@@ -80,7 +79,7 @@ def test_twenty_questions_go_through_all_scripts(repo, monkeypatch):
 
 
 CAVE = """
-from colbench import ENVIRONMENTS, Environment, agent_messages
+from colbench import Environment, agent_messages
 WAY = ["north", "east", "north"]
 class Cave(Environment):  # without a reference
     agent_prompt = "Find your way out of the cave in {max_turns} moves."
@@ -90,7 +89,7 @@ class Cave(Environment):  # without a reference
         return {"out": self.ends(record["dialogue_history"])}
     def grade(self, record):
         return {"reward": self.ends(record["dialogue_history"]) / len(agent_messages(record))}
-ENVIRONMENTS["cave"] = Cave()
+ENVIRONMENTS = {"cave": Cave()}
 def act(task, history):
     return task["id"].split()[len(history) // 2]
 def reply(task, history):
@@ -99,14 +98,11 @@ def reply(task, history):
 """
 
 
-def test_a_game_ends_when_its_human_says_so_and_its_dialogue_is_graded(tmp_path):
+def test_a_game_ends_when_its_human_says_so_and_its_dialogue_is_graded(tmp_path, monkeypatch):
     """Of one way out. Each message is a move."""
-    copy_scripts(tmp_path)
     (tmp_path / "cave.py").write_text(CAVE)
-    with open(tmp_path / "colbench.py") as f:
-        text = f.read().replace(HERE, f"import cave\n{HERE}")
-    (tmp_path / "colbench.py").write_text(text)
-    run = lambda *command, stdin: succeed(str(tmp_path / command[0]), *command[1:], stdin=stdin,
+    monkeypatch.setitem(CPU, "ENVIRONMENTS_FILE", "cave.py")
+    run = lambda *command, stdin: succeed(f"{ROOT}/{command[0]}", *command[1:], stdin=stdin,
                                           cwd=tmp_path)
     games = ["north east north", "east north east north", "north north north north north"]
     tasks = [{"id": moves, "kind": "cave", "problem_description": "", "ground_truth": ""}

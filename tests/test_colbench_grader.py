@@ -708,7 +708,7 @@ def test_a_grader_that_cannot_work_says_so(monkeypatch, grading, tmp_path):
 
 
 def test_what_the_server_has_loaded_takes_no_memory_from_an_answer(monkeypatch, tmp_path):
-    """Own environments are imported there, too, and may load much."""
+    """Libraries take address space, and how much depends on their versions."""
     change_sandbox(monkeypatch, tmp_path, "import __future__\n",
                    "import __future__, mmap\nloaded = mmap.mmap(-1, 3 << 30)\n")
     for size, reward in (900 << 20, 1), (1100 << 20, 0):
@@ -771,7 +771,7 @@ class Odd(colbench.Environment):
 @pytest.fixture
 def odd(monkeypatch):
     """Makes a record of the kind Odd from its answer."""
-    monkeypatch.setitem(colbench.ENVIRONMENTS, "Odd", Odd())
+    monkeypatch.setitem(colbench.environments(), "Odd", Odd())
     return lambda answer: {"task": {**task(""), "kind": "Odd"}, "answer": answer}
 
 

@@ -396,7 +396,7 @@ def test_whatever_changes_an_episode_must_be_as_in_the_file(resume, episodes, tm
     for flag, value in (("candidates", 5), ("human", "fixed:no"), ("candidates_share", 0.5),
                         ("top_p", 0.5)):
         refused(f"{flag} .*, not {value}; ", "--" + flag, value)
-    monkeypatch.setattr(collect.ENVIRONMENTS["backend"], "agent_prompt", "Do as you like.")
+    monkeypatch.setattr(colbench.environments()["backend"], "agent_prompt", "Do as you like.")
     refused("prompts ")
 
 
@@ -836,5 +836,5 @@ def test_a_critic_of_the_users_that_fails_now_and_then_costs_those_episodes(task
 def test_a_kind_that_is_added_changes_no_run_of_other_kinds(monkeypatch):
     args = collect.get_args(["--model", "m"])
     before = collect.run_meta(args, {"backend"})
-    monkeypatch.setitem(collect.ENVIRONMENTS, "puzzle", colbench.Environment())
+    monkeypatch.setitem(colbench.environments(), "puzzle", colbench.Environment())
     assert collect.run_meta(args, {"backend"}) == before != collect.run_meta(args, {"puzzle"})

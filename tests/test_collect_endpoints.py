@@ -491,7 +491,7 @@ def test_a_humans_reply_is_whole_and_without_thoughts(reply, why):
 @pytest.mark.parametrize("kind", ["backend", "frontend"])
 def test_a_truncated_reply_is_whole_if_the_agent_reads_no_more_of_it(kind, monkeypatch):
     """Because it is long, or because the human has continued for the agent."""
-    limit = colbench.ENVIRONMENTS[kind].reply_chars
+    limit = colbench.environments()[kind].reply_chars
     task = {"kind": kind, "problem_description": "p", "ground_truth": "g", "hidden_information": ""}
     monkeypatch.setattr(collect, "renderer", lambda: SimpleNamespace(render_pair=lambda *_: []))
     r = random.Random(0)

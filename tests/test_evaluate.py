@@ -233,7 +233,7 @@ class Game(colbench.Environment):
 
 
 def test_own_metrics_are_means_over_the_episodes_that_have_them(run, monkeypatch):
-    monkeypatch.setitem(colbench.ENVIRONMENTS, "game", Game())
+    monkeypatch.setitem(colbench.environments(), "game", Game())
     monkeypatch.setitem(evaluate.COUNTS, "rooms", lambda record: record["rooms"])
     of = lambda task, sample, rooms, **own: {
         **episode(task, sample=sample), "own": own, "rooms": rooms,

@@ -32,8 +32,8 @@ import toy_pages
 import train_critic
 import train_policy
 from colbench import BROWSERS, CACHE, agent_messages
-from conftest import (ROOT, change_weights, copy_scripts, demos, key_of, lines, metrics, read_by,
-                      records, save, script, shell, stdin_of, steps, succeed, train, weights)
+from conftest import (CPU, ROOT, change_weights, copy_scripts, demos, key_of, lines, metrics,
+                      read_by, records, save, script, shell, stdin_of, steps, succeed, train, weights)
 from test_colbench_environment import repo  # a fixture
 
 SCRIPTS = ("collect", "train_critic", "train_policy", "evaluate", "colbench", "toy", "toy_pages")
@@ -542,23 +542,32 @@ def test_the_manuals_pages(folder):
 @pytest.mark.full
 def test_methods_are_compared_on_a_kind_of_task_of_ones_own(folder, monkeypatch):
     """A waiter's orders in small: both critics, the better one of them, and second rounds."""
-    monkeypatch.setitem(colbench.ENVIRONMENTS, "orders", None)  # orders.py makes it known here, too
     orders = runpy.run_path(f"{ROOT}/tests/experiments/orders.py")
+    monkeypatch.setitem(colbench.environments(), "orders", orders["ENVIRONMENTS"]["orders"])
+    monkeypatch.setitem(CPU, "ENVIRONMENTS_FILE", f"{ROOT}/tests/experiments/orders.py")
     seed = folder / "runs" / "compare" / "spelled" / "0"
     seed.mkdir(parents=True)
     save(toy.tiny_model(orders["demos"](SimpleNamespace(n=200, seed=0, shown=0.5))), seed / "tiny")
     (seed / "tiny.log").touch()  # made already
-    methods = ["eq3-rft", "untrained@0.3", "better", "rft-rft"]
+    methods = ["eq3-rft", "untrained@0.3", "better", "another", "none", "rft-rft"]
     run(f"SEEDS=0 N=10 TESTS=1 DEMOS=300 METHODS='{' '.join(methods)}' "
         "bash tests/experiments/compare.sh spelled", folder)
     results = records((folder / "runs" / "results.jsonl").read_text())
     assert [r["system"] for r in results] == [*methods, "eq3", "rft", "base"]
     assert results[0]["episodes"] == 4
-    run("python runs/compare/orders/orders.py model --out words", folder)  # as setup words does
+    run("python tests/experiments/orders.py model --out words", folder)  # as setup words does
     assert (folder / "words" / "config.json").exists()
     scored = [seed / f"scored-{name}.jsonl" for name in ("eq3", "untrained", "better")]
     chosen = run(f"python tests/experiments/choose_critic.py {scored[0]} {scored[1]}",
-                 folder / "runs" / "compare" / "orders").stdout.strip()
+                 folder).stdout.strip()
+    other = {r["task"]["id"]: r["task"]["hidden_information"]
+             for r in records((seed / "another.jsonl").read_text())}
+    own = {task["id"]: task["hidden_information"]
+           for task in records((seed / "tasks.jsonl").read_text())}
+    assert sorted(other.values()) == sorted(own.values()) and other != own
+    given = [c["advantage"] for r in records((seed / "scored-none.jsonl").read_text())
+             for m in agent_messages(r) for c in m.get("candidates", ())]
+    assert given and not any(given)
     assert Path(chosen).read_text() == scored[2].read_text()
     flags = {name: metrics(seed / name)[0]["args"]
              for name in ("eq3", "untrained@0.3", "better", "eq3-rft", "rft", "rft-rft")}

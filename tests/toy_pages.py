@@ -239,7 +239,7 @@ def get_args(argv=None):
 
 def main(args):
     if args.command == "grade":
-        colbench.ENVIRONMENTS["frontend"] = Blocks()
+        colbench.environments()["frontend"] = Blocks()
         colbench.main(args)
     else:
         toy.main(args, tasks, demos, PIECES)

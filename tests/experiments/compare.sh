@@ -33,7 +33,6 @@ export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
 SEEDS=${SEEDS:-0 1 2 3 4}
 METHODS=${METHODS:-eq3-rft untrained-rft mtdpo-rft rft-rft}
 FLAGS=${FLAGS:-}  # for every script that runs a model
-code=.            # the directory of the scripts
 
 stage() {  # FILE COMMAND: writes the command's stdout to FILE, unless FILE exists
   if [ -e $1 ]; then return; fi
@@ -43,17 +42,17 @@ stage() {  # FILE COMMAND: writes the command's stdout to FILE, unless FILE exis
   echo "$(date +%T) $((SECONDS - start)) s  $1" >&2
 }
 train_policy() {  # NAME FROM [FLAGS]: trains $dir/NAME on stdin's records; $dir/NAME.done is empty
-  stage $dir/$1.done python $code/train_policy.py --seed $seed $FLAGS --model $2 \
+  stage $dir/$1.done python train_policy.py --seed $seed $FLAGS --model $2 \
       --out $dir/$1 "${@:3}"
 }
 graded_episodes() {  # MODEL TASKS [FLAGS]
-  python $code/collect.py --model $1 --seed $seed $FLAGS $play "${@:3}" < $2 |
+  python collect.py --model $1 --seed $seed $FLAGS $play "${@:3}" < $2 |
     python $grader grade
 }
 edited_copy() {  # EDITS: copies the scripts, applies the edits, and prints the copy's directory
   local copy
   copy=$(mktemp -d runs/edited.XXXXXX)
-  cp $code/*.py $copy
+  cp *.py $copy
   git apply --directory=$copy $(printf "tests/experiments/edits/%s.diff " "$@")
   echo $copy
 }
@@ -100,16 +99,15 @@ setup_long() {
 }
 orders() {  # PROGRAM: a base that has learned orders; its vocabulary is this program's
   usual_flags
-  play="--human $code/orders.py --max_turns 4 --max_tokens 40" test_flags="-k 4"
-  grader=$code/colbench.py
+  play="--human tests/experiments/orders.py --max_turns 4 --max_tokens 40" test_flags="-k 4"
   stage $dir/tiny.log python $1 model --seed $seed --out $dir/tiny
-  stage $dir/demos.jsonl python $code/orders.py demos --seed $seed --n ${DEMOS:-1000}
+  stage $dir/demos.jsonl python tests/experiments/orders.py demos --seed $seed --n ${DEMOS:-1000}
   train_policy base $dir/tiny --loss rft --all 1 --lr 3e-3 < $dir/demos.jsonl
-  stage $dir/tasks.jsonl python $code/orders.py tasks --seed $seed --n ${N:-100}
-  stage $dir/tests.jsonl python $code/orders.py tasks --seed 1000 --n ${TESTS:-100}
+  stage $dir/tasks.jsonl python tests/experiments/orders.py tasks --seed $seed --n ${N:-100}
+  stage $dir/tests.jsonl python tests/experiments/orders.py tasks --seed 1000 --n ${TESTS:-100}
 }
 setup_spelled() { orders tests/toy.py; }
-setup_words() { orders $code/orders.py; }
+setup_words() { orders tests/experiments/orders.py; }
 setup_pages() {
   usual_flags
   play="--human tests/toy_pages.py --max_turns 6 --max_tokens 40" test_flags="-k 2"
@@ -138,7 +136,7 @@ setup_real() {
 
 score() {  # CRITIC: writes $dir/scored-CRITIC.jsonl
   if [ -e $dir/scored-$1.jsonl ]; then return; fi
-  local code=$code records=$dir/train.jsonl
+  local scripts=. records=$dir/train.jsonl
   local critic="--seed $seed $FLAGS --model $dir/base --out $dir/critic-$1 $critic_flags"
   case $1 in
     eq3) ;;
@@ -147,9 +145,9 @@ score() {  # CRITIC: writes $dir/scored-CRITIC.jsonl
     agent) critic+=" --ref_context agent" ;;
     untrained) critic="--score $dir/base --model $dir/base --ref_context agent $FLAGS" ;;
     better) score eq3; score untrained; stage $dir/scored-better.jsonl better_scores; return ;;
-    *) code=$(edited_copy ${1//+/ }) ;;
+    *) scripts=$(edited_copy ${1//+/ }) ;;
   esac
-  stage $dir/scored-$1.jsonl python $code/train_critic.py $critic < $records
+  stage $dir/scored-$1.jsonl python $scripts/train_critic.py $critic < $records
 }
 another_reference() {  # permutes the hidden information of the tasks, at random in one circle
   python -c "
@@ -174,7 +172,7 @@ for r in map(json.loads, sys.stdin):
     print(json.dumps(r))"
 }
 better_scores() {
-  cat $(python $code/tests/experiments/choose_critic.py $dir/scored-{eq3,untrained}.jsonl)
+  cat $(python tests/experiments/choose_critic.py $dir/scored-{eq3,untrained}.jsonl)
 }
 rft() {  # NAME FROM RECORDS
   train_policy $1 $2 --loss rft $rft_flags < $dir/$3.jsonl
@@ -224,7 +222,7 @@ names() {  # of the table's rows
 }
 table() {  # SETUP
   local files="runs/compare/$1/%s/test-NAME.jsonl\n"
-  python $code/evaluate.py $(for m in $(names | awk '!seen[$0]++'); do
+  python evaluate.py $(for m in $(names | awk '!seen[$0]++'); do
       echo $m=$(printf "${files/NAME/$m}" $SEEDS | paste -sd,)
     done) >> runs/results.jsonl
 }
@@ -241,10 +239,9 @@ finish() {
 }
 trap finish EXIT
 for setup in "$@"; do
-  case $setup in spelled | words)  # a copy of the scripts that knows orders
-    code=runs/compare/orders; mkdir -p $code/tests
-    cp *.py tests/toy.py tests/experiments/orders.py $code && cp -r tests/experiments $code/tests
-    sed -i '/^# import here your own environments/a import orders' $code/*.py ;;
+  unset ENVIRONMENTS_FILE
+  case $setup in
+    spelled | words) export ENVIRONMENTS_FILE=tests/experiments/orders.py ;;
   esac
   even=; odd=
   for seed in $SEEDS; do if ((seed % 2)); then odd+=" $seed"; else even+=" $seed"; fi; done
@@ -253,5 +250,4 @@ for setup in "$@"; do
   wait $first
   wait $second
   table $setup
-  code=.
 done

@@ -1,14 +1,18 @@
 """A waiter's orders: the agent asks the guest for dish, size and extra, then writes the order.
 
-The other scripts know this kind of task if colbench.py imports this file (MANUAL.md, "Your own
-environment"), as it does in the copy that compare.sh makes.
+The scripts know this kind of task after `export ENVIRONMENTS_FILE=tests/experiments/orders.py`
+(MANUAL.md, "Your own environment").
 
-    python orders.py tasks --n 100 > tasks.jsonl
-    python orders.py demos --shown 0.4 > demos.jsonl   # scripted episodes of mixed quality
-    python orders.py model --out tiny                  # toy.py's Llama, with these words as tokens
+    python tests/experiments/orders.py tasks --n 100 > tasks.jsonl
+    python tests/experiments/orders.py demos --shown 0.4 > demos.jsonl  # scripted, of mixed quality
+    python tests/experiments/orders.py model --out tiny  # toy.py's Llama, with these words as tokens
 """
-from colbench import ANSWER, ENVIRONMENTS, Environment, first_message, with_hidden
-from utils import open_stdout, parser, rng, run
+import sys
+from pathlib import Path
+
+sys.path[:0] = map(str, Path(__file__).resolve().parents[1:3])
+from colbench import ANSWER, Environment, first_message, with_hidden  # noqa: E402
+from utils import open_stdout, parser, rng, run  # noqa: E402
 
 CHOICES = {"dish": ("soup", "pizza", "salad"), "size": ("small", "large"),
            "extra": ("salt", "cheese", "lemon", "no extra")}
@@ -22,7 +26,7 @@ class Orders(Environment):
         return {"reward": sum(ours.strip() == wanted for ours, wanted in pairs) / len(CHOICES)}
 
 
-ENVIRONMENTS["orders"] = Orders()
+ENVIRONMENTS = {"orders": Orders()}
 
 
 def reply(task, history):  # for --human orders.py
