@@ -719,7 +719,7 @@ def test_what_the_server_has_loaded_takes_no_memory_from_an_answer(monkeypatch, 
 
 
 def test_a_child_that_cannot_confine_itself_tells_its_cause(monkeypatch, tmp_path):
-    change_sandbox(monkeypatch, tmp_path, "    confine()\n", "    raise ValueError('a bad limit')\n")
+    change_sandbox(monkeypatch, tmp_path, "    confine(bpf)\n", "    raise ValueError('a bad limit')\n")
     with closing(Grader(workers=1)) as g, pytest.raises(GraderError, match="a bad limit"):
         g.grade(DOUBLE, HONEST)
 
