@@ -59,8 +59,8 @@ import urllib.parse
 from collections import abc, defaultdict, deque
 from hashlib import sha256
 
-from utils import (HERE, cpus, digest, fail, fail_on_error, open_stdout, parser, read_jsonl, run,
-                   say)
+from utils import (HERE, cpus, digest, fail, fail_on_error, open_stdout, parser, positive,
+                   read_jsonl, run, say)
 
 
 ANSWER = "I WANT TO ANSWER:"   # marks the final answer, which follows it
@@ -1458,7 +1458,7 @@ def get_args(argv=None):
                    "check: drop tasks whose own reference does not get reward 1 in every run")
     p.add_argument("--rules", choices=["honest", "official"], default="honest",
                    help="official: verdicts of the released scorer")
-    p.add_argument("--workers", type=int, default=min(cpus(), 64),
+    p.add_argument("--workers", type=positive, default=min(cpus(), 64),
                    help="number of answers or pages graded in parallel")
     p.add_argument("--clip", default="openai/clip-vit-base-patch32", metavar="MODEL",
                    help="CLIP model for the likeness of pages: a directory or a hub name")

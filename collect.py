@@ -45,11 +45,11 @@ from transformers.masking_utils import sdpa_mask
 from colbench import (ANSWER, OUTPUT, RECORD, Episode, Renderer, RenderError, Seen,
                       agent_messages, answered, check_shape, environment, environments,
                       human_prompt, read_records, settings, task_id, task_kind, without_thinking)
-from model import (decode, find_model, load, load_lm, pi_and_ref_turns, reference_logps, render,
-                   score, stop_ids, think_prefix, turn_actions, weights_digest)
+from model import (decode, find_model, load, load_lm, read_actions, reference_logps, render, score,
+                   stop_ids, think_prefix, turn_actions, weights_digest)
 from train_critic import advantage, check_pi_ref, read_critic
 from utils import (USAGE, cpus, digest, fail, fail_on_error, open_stdout, parser, private_copy,
-                   progress, rng, run, say, version)
+                   positive, progress, rng, run, say, version)
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
@@ -67,10 +67,10 @@ def get_args(argv=None):
     g.add_argument("--agent_params", type=json.loads, default="{}", metavar="JSON", help="the chat "
                    "model's request parameters, besides --temperature, --top_p and --max_tokens; "
                    "see --human_params")
-    g.add_argument("-k", type=int, default=1, help="episodes per task")
-    g.add_argument("--max_turns", type=int, default=10, help="most agent messages per episode; the "
-                   "last is the answer")
-    g.add_argument("--concurrency", type=int, default=256, help="episodes to run at once")
+    g.add_argument("-k", type=positive, default=1, help="episodes per task")
+    g.add_argument("--max_turns", type=positive, default=10, help="most agent messages per "
+                   "episode; the last is the answer")
+    g.add_argument("--concurrency", type=positive, default=256, help="episodes to run at once")
     g.add_argument("--resume", metavar="FILE", help="skip the episodes that FILE has; a last line "
                    "that is truncated is removed")
     g = p.add_argument_group("human")
@@ -92,7 +92,7 @@ def add_sampling_flags(p):
     g.add_argument("--temperature", type=float, default=1.0, help="0: greedy")
     g.add_argument("--top_p", type=float, default=1.0,
                    help="nucleus sampling: total probability to keep")
-    g.add_argument("--max_tokens", type=int, default=1024, help="most tokens per message")
+    g.add_argument("--max_tokens", type=positive, default=1024, help="most tokens per message")
     g.add_argument("--thinking", type=int, default=0, choices=[0, 1],
                    help="1: let a reasoning model think, unseen by the human")
     g.add_argument("--seed", type=int, default=0, help="random seed of a --model; with "
@@ -101,7 +101,7 @@ def add_sampling_flags(p):
                    help="alternative messages to sample per turn, not sent; 16 for stage 2")
     g.add_argument("--candidates_share", type=float, default=1.0,
                    help="share of the episodes that get candidates")
-    g.add_argument("--best_of", type=int, default=1,
+    g.add_argument("--best_of", type=positive, default=1,
                    help="messages to sample per turn; the one that --critic scores highest is sent")
     g.add_argument("--critic", metavar="WHO", help="--out of train_critic.py, a model (the --model "
                    "itself is the untrained critic), or a FILE.py with advantages(task, history, "
@@ -113,7 +113,7 @@ def add_engine_flags(p):
     g.add_argument("--engine", metavar="URL", help="http://host:port/v1 of a vLLM server "
                    "(--logprobs-mode processed_logprobs), many times as fast on a GPU; without it, "
                    "transformers")
-    g.add_argument("--max_batch_tokens", type=int, default=65536,
+    g.add_argument("--max_batch_tokens", type=positive, default=65536,
                    help="most tokens in transformers' batch, with padding")
     g.add_argument("--dtype", default="auto", choices=["auto", "bf16", "fp32"],
                    help="of transformers; auto: bf16 on a GPU, fp32 on a CPU")
@@ -125,8 +125,6 @@ def add_engine_flags(p):
 
 def check_args(args):
     """Exits if flags would silently give wrong episodes, or episodes without an end."""
-    if min(args.k, args.max_turns, args.max_tokens, args.concurrency, args.best_of) < 1:
-        fail("-k, --max_turns, --max_tokens, --concurrency and --best_of must be at least 1")
     if not (args.temperature >= 0 and 0 < args.top_p <= 1):  # NaN, too
         fail("--temperature must be at least 0, and --top_p in (0, 1]")
     if not args.temperature and (args.candidates or args.best_of > 1):
@@ -386,11 +384,12 @@ class Critic:
 
     def advantages(self, task, history, actions):
         record = {"task": task, "meta": {"thinking": self.thinking}}
-        turns = pi_and_ref_turns(self.tokenizer, record, history, actions, pi_reads_hidden=True,
-                                 ref_reads_hidden=self.ref_reads_hidden)
-        ref_logps = reference_logps(self.pi_ref, dict(turns), TREE_TOKENS)
+        read = read_actions(self.tokenizer, record, history, actions, pi_reads_hidden=True,
+                            ref_reads_hidden=self.ref_reads_hidden)
+        ref_turn_of = {action.turn: action.ref_turn for action in read}
+        ref_logps = reference_logps(self.pi_ref, ref_turn_of, TREE_TOKENS)
         logps = score(self.pi, list(ref_logps), TREE_TOKENS)
-        return [advantage(logps[turn], ref_logps[turn]).item() for turn, _ in turns]
+        return [advantage(logps[x.turn], ref_logps[x.turn]).item() for x in read]
 
 
 class Request(NamedTuple):

@@ -120,33 +120,11 @@ def turn_actions(record):
             yield history[:t], [message, *message.get("candidates", ())]
 
 
-def pi_and_ref_turns(tokenizer, record, history, actions, *, pi_reads_hidden, ref_reads_hidden):
-    """Returns [(pi's turn, pi_ref's turn)] of the actions after a history.
-
-    They differ only in the prompt. pi_reads_hidden, ref_reads_hidden: does the prompt of that model
-    include the hidden information? actions: messages or candidates.
-    """
-    thinking = record.get("meta", {}).get("thinking", 0)  # the setting it was sampled with
-
-    def prompt_ids(reads_c):
-        c = hidden_information(record["task"]) if reads_c else ""
-        messages = with_hidden(history, c) if c else history
-        return packed(render(tokenizer, messages, thinking))
-
-    prompt = prompt_ids(pi_reads_hidden)
-    ref_prompt = prompt if ref_reads_hidden == pi_reads_hidden else prompt_ids(ref_reads_hidden)
-    turns = []
-    for action in actions:
-        ids = action_ids(tokenizer, action, history, thinking)
-        turns.append((Turn(prompt, ids), Turn(ref_prompt, ids)))
-    return turns
-
-
 def read_trajectories(args, *fields, pi_reads_hidden, ref_reads_hidden):
     """Returns [Trajectory] of stdin. fields: those that a record must have.
 
-    pi_reads_hidden, ref_reads_hidden: see pi_and_ref_turns. Actions that have more than
-    --max_length tokens with their prompt are too long.
+    pi_reads_hidden, ref_reads_hidden: see read_actions. Actions that have more than --max_length
+    tokens with their prompt are too long.
     """
     records = [*read_records(sys.stdin, "dialogue_history", *fields)]
     warn_of(records, fields, pi_reads_hidden)
@@ -159,8 +137,10 @@ def read_trajectories(args, *fields, pi_reads_hidden, ref_reads_hidden):
     for record in records:
         task = task_id(record["task"])
         with fail_on_error(f"--model's chat template rejects the task {task}"):
-            actions = [*read_actions(tokenizer, record, longest, pi_reads_hidden=pi_reads_hidden,
-                                     ref_reads_hidden=ref_reads_hidden)]
+            actions = [read_actions(tokenizer, record, history, messages, longest,
+                                    pi_reads_hidden=pi_reads_hidden,
+                                    ref_reads_hidden=ref_reads_hidden)
+                       for history, messages in turn_actions(record)]
         for action in chain(*actions):
             if action.turn is None:
                 add_warning(f"turns exceed {longest} tokens (--max_length or --model's limit): "
@@ -171,17 +151,30 @@ def read_trajectories(args, *fields, pi_reads_hidden, ref_reads_hidden):
     return trajectories
 
 
-def read_actions(tokenizer, record, longest, *, pi_reads_hidden, ref_reads_hidden):
-    """Yields the [Action] of each message of the agent: the message and its candidates.
+def read_actions(tokenizer, record, history, messages, longest=math.inf, *, pi_reads_hidden,
+                 ref_reads_hidden):
+    """Returns [Action] of messages or candidates after a history.
 
-    longest: the most tokens of a turn. pi_reads_hidden, ref_reads_hidden: see pi_and_ref_turns.
+    longest: the most tokens of a turn. pi_reads_hidden, ref_reads_hidden: does the prompt of that
+    model include the hidden information? The prompt is all in which their turns differ.
     """
-    for history, actions in turn_actions(record):
-        turns = pi_and_ref_turns(tokenizer, record, history, actions,
-                                 pi_reads_hidden=pi_reads_hidden, ref_reads_hidden=ref_reads_hidden)
-        yield [Action(fields, turn, ref_turn) if len(turn.prompt) + len(turn.action) <= longest
-               else Action(fields, None, None)
-               for fields, (turn, ref_turn) in zip(actions, turns)]
+    thinking = record.get("meta", {}).get("thinking", 0)  # the setting it was sampled with
+
+    def read_prompt(reads_hidden):
+        hidden = hidden_information(record["task"]) if reads_hidden else ""
+        dialogue = with_hidden(history, hidden) if hidden else history
+        return packed(render(tokenizer, dialogue, thinking))
+
+    prompt = read_prompt(pi_reads_hidden)
+    ref_prompt = prompt if ref_reads_hidden == pi_reads_hidden else read_prompt(ref_reads_hidden)
+    actions = []
+    for message in messages:
+        ids = action_ids(tokenizer, message, history, thinking)
+        if len(prompt) + len(ids) <= longest:
+            actions.append(Action(message, Turn(prompt, ids), Turn(ref_prompt, ids)))
+        else:
+            actions.append(Action(message, None, None))
+    return actions
 
 
 def warn_of(records, fields, pi_reads_hidden):
@@ -341,7 +334,7 @@ def tree_attention(module, query, key, value, attention_mask, scaling=None, tree
     """
     unsupported = attention_mask, kwargs.get("s_aux"), kwargs.get("softcap")
     if tree is None or any(x is not None for x in unsupported):
-        # try_trees catches this, and the model is then computed turn by turn
+        # choose_attention catches this, and the model is then computed turn by turn
         raise ValueError("it needs a tree, and supports no mask, attention sinks or softcap")
     window = sliding_window - 1 if sliding_window else -1  # number of earlier keys; -1: all
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))  # (T, heads, D)
@@ -453,57 +446,56 @@ class TreeLM(torch.nn.Module):
 
 
 class Computed(NamedTuple):
-    """A tree that this rank has computed, and where the gradient of a loss arrives."""
+    """A tree that this rank has computed, for backward()."""
     tree: Tree
+    turns: list          # [Turn] of the tree
     logps: torch.Tensor  # (A,); with the graph to the weights if it is this rank's only tree
-    leaf: torch.Tensor   # (A,) the same on the CPU, without it: loss.backward() adds to its .grad
+    is_copy: bool        # of the part before it, so that each rank has equally many: see partition
 
 
 def forward(model, turns, tree_tokens=math.inf, label=None):
     """Returns ({turn: (L,) log-probs of its action given its prompt}, [Computed], for backward()).
 
     All ranks must call this with the same turns. Each computes a share of the trees, and gets the
-    log-probs of the others. They are views of leaves on the CPU, in fp32 or fp64. Of several trees
-    no graph is kept, so that only one tree's activations are in memory.
+    log-probs of the others. They are on the CPU, in fp32 or fp64, and leaves: loss.backward() ends
+    there. Of several trees no graph is kept, so that only one tree's activations are in memory.
     tree_tokens: see partition. label: of a progress bar.
     """
     training = torch.is_grad_enabled()
     parts = partition(turns, tree_tokens if model.supports_trees else 0)
     n_trees = len(parts) // WORLD  # the same number on each rank, as all join every collective
     mine = range(RANK * n_trees, (RANK + 1) * n_trees)  # indices of this rank's parts
-    lengths = [[len(turn.action) for turn in part] for part in parts]
-    by_part = [torch.zeros(sum(part)) for part in lengths]  # 0 for other ranks
-    graphs = []  # [(Tree, its log-probs)]
+    by_part = [torch.zeros(sum(len(turn.action) for turn in part)) for part in parts]
+    computed = []
     for n in progress(label, mine) if label else mine:
         tree = Tree(parts[n], model.device)
         with torch.set_grad_enabled(training and n_trees == 1):
             logps = model(tree)
         by_part[n] = logps.detach().cpu()
         if training:
-            graphs.append((tree, logps))
-    flat = torch.cat(by_part)
+            is_copy = n > 0 and parts[n] is parts[n - 1]
+            computed.append(Computed(tree, parts[n], logps, is_copy))
+    flat = torch.cat(by_part)  # 0 where other ranks have computed
     if WORLD > 1:
         dist.all_reduce(flat)
-    leaves = flat.split([sum(part) for part in lengths])
-    logps = {}
-    for part, leaf, part_lengths in zip(parts, leaves, lengths):
-        leaf.requires_grad_(training)
-        leaf.grad = torch.zeros_like(leaf)  # it stays 0 if a later copy of the part replaces it
-        logps |= zip(part, leaf.split(part_lengths))
-    computed = [Computed(*graph, leaves[n]) for graph, n in zip(graphs, mine)]
-    return {turn: logps[turn] for turn in turns}, computed
+    in_order = list(chain(*parts))
+    of_turn = dict(zip(in_order, flat.split([len(turn.action) for turn in in_order])))
+    return {turn: of_turn[turn].requires_grad_(training) for turn in turns}, computed
 
 
-def backward(model, computed):
-    """Adds to the weights' gradient what loss.backward() has left at the log-probs of forward().
+def backward(model, logps, computed):
+    """Adds to the weights' gradient what loss.backward() has left at the logps of forward().
 
     Each of several trees is computed once more. Each rank adds the gradient of its own trees, and
-    FSDP sums them.
+    FSDP sums them. Returns the number of tokens of this rank's trees.
     """
-    for tree, logps, leaf in computed:
+    for tree, turns, of_tree, is_copy in computed:
         if len(computed) > 1:
-            logps = model(tree)
-        logps.backward(leaf.grad.to(logps.device))
+            of_tree = model(tree)
+        leaves = [logps[turn] for turn in turns]
+        gradient = torch.cat([torch.zeros_like(x) if x.grad is None else x.grad for x in leaves])
+        of_tree.backward(gradient.to(of_tree.device) * (not is_copy))
+    return sum(len(x.tree.ids) for x in computed if not x.is_copy)
 
 
 @torch.no_grad()
@@ -537,8 +529,6 @@ def all_batches(groups, batch_size, epochs, seed):
     Each epoch shuffles the groups; a group's pairs stay adjacent. A batch may begin or end within a
     group.
     """
-    if min(batch_size, epochs) < 1:
-        fail("--batch_size and --epochs must be at least 1")
     batches = []
     for epoch in range(epochs):
         order = list(groups)
@@ -557,11 +547,12 @@ def pair_accuracy(difference):
 
 
 def mean_over_pairs(pair_loss):
-    """Returns the loss of a batch of pairs, a function, of that of a pair.
+    """Decorates the loss of a pair: makes it the loss of a batch of pairs.
 
-    pair_loss(args, pair, logps, ref_logps) returns (loss, {metric: scalar}). The function takes all
-    pairs instead of one, and returns the means of both.
+    pair_loss(args, pair, logps, ref_logps) returns (loss, {metric: scalar}). Decorated, it takes a
+    list of pairs instead of one, and returns the means of both.
     """
+    @functools.wraps(pair_loss)
     def batch_loss(args, pairs, logps, ref_logps):
         results = [pair_loss(args, pair, logps, ref_logps) for pair in pairs]
         losses, metrics = zip(*results)
@@ -569,6 +560,19 @@ def mean_over_pairs(pair_loss):
             name: fmean(torch.as_tensor(of_pair[name]).item() for of_pair in metrics)
             for name in metrics[0]}
     return batch_loss
+
+
+def measure(args, model, batch_loss, held_out, ref_logps):
+    """Returns {"held_out_loss": its mean over the pairs in held_out, "held_out_" + metric: ...}."""
+    logps = score(model, turns_in(held_out), args.tree_tokens)
+    loss, metrics = batch_loss(args, held_out, logps, ref_logps)
+    return {f"held_out_{name}": value for name, value in {"loss": loss.item(), **metrics}.items()}
+
+
+def make_optimizer(model, lr):
+    """Returns AdamW over the model's weights."""
+    return torch.optim.AdamW(model.parameters(), lr=lr, betas=(0.9, 0.95), weight_decay=0.0,
+                             fused=True)
 
 
 def clip_gradient(model):
@@ -599,11 +603,11 @@ def partition(turns, tree_tokens, world=WORLD):
 
     def split(limit):
         """Returns parts of at most `limit` tokens and MAX_KEYS keys, or of a single turn."""
-        parts, size, keys = [], math.inf, 0
+        parts, size, keys = [[]], 0, 0
         for turn, length, shared in rows:
             size += length - shared
-            keys += length
-            if size > limit or keys > MAX_KEYS:
+            keys += length  # at most: of turns that extend one another, Tree counts the last only
+            if parts[-1] and (size > limit or keys > MAX_KEYS):
                 parts.append([])
                 size = keys = length  # the first turn of a part shares no prefix
             parts[-1].append(turn)
@@ -640,9 +644,7 @@ def load(path, device="cpu", dtype="fp32", args=None, train=False):
     model = TreeLM(read_weights(path, dtype, train), device)
     turns = probe_turns(model.config)
     own_logps = own_forward_logps(model, turns)
-    if not try_trees(model, turns[:2], own_logps):
-        model.lm.set_attn_implementation("eager")
-        say(f"warning: {path} does not support trees: it runs turn by turn and repeats prefixes")
+    choose_attention(model, turns[:2], own_logps, path)
     if args:
         checksum = int(weights_digest(path)[:10], 16)
         if sum_over_ranks(checksum) != WORLD * checksum:
@@ -784,18 +786,19 @@ def own_forward_logps(model, turns):
         return torch.cat([model(Tree([turn])) for turn in turns])
 
 
-def try_trees(model, turns, own_logps):
-    """Switches to tree attention, and returns whether it reproduces the turns' own_logps."""
-    if not can_support_trees(model.config):
-        return False
-    try:
-        model.lm.set_attn_implementation("tree")
-        logps, leak = logps_and_leak(model, turns)
-    except Exception as e:  # any, such as AttributeError: GPT-2 has no lm.model
-        say(f"warning: tree attention fails: {type(e).__name__}: {e}")
-        return False
-    # a leak shows that layers other than attention mix the paths
-    return not leak and agree(logps, own_logps[:len(logps)], model.dtype)
+def choose_attention(model, turns, own_logps, path):
+    """Switches to tree attention, if that reproduces the turns' own_logps; else warns."""
+    if can_support_trees(model.config):
+        try:
+            model.lm.set_attn_implementation("tree")
+            logps, leak = logps_and_leak(model, turns)
+            # a leak shows that layers other than attention mix the paths
+            if not leak and agree(logps, own_logps[:len(logps)], model.dtype):
+                return
+        except Exception as e:  # any, such as AttributeError: GPT-2 has no lm.model
+            say(f"warning: tree attention fails: {type(e).__name__}: {e}")
+    model.lm.set_attn_implementation("eager")
+    say(f"warning: {path} does not support trees: it runs turn by turn and repeats prefixes")
 
 
 def can_support_trees(config):
@@ -809,8 +812,8 @@ def can_support_trees(config):
 def logps_and_leak(model, turns):
     """Returns ((A,) log-probs of actions in a tree, whether one depends on tokens off its path).
 
-    That of the last path is tested: it depends on the tokens at whose embeddings its gradient is
-    not 0. turns must be sorted.
+    One of the last turn is tested. It depends on the tokens at whose embeddings its gradient is not
+    0. turns must be sorted.
     """
     tree, embedded = Tree(turns), []
     embeddings = model.lm.get_input_embeddings()
@@ -818,8 +821,8 @@ def logps_and_leak(model, turns):
         logps = model(tree)
     gradient = torch.autograd.grad(logps[-2], embedded)[0].flatten(0, -2)  # (T, width)
     leaks = gradient.ne(0).any(-1)  # (T,)
-    # the last path ends with the last turn's action; its last two tokens must not be seen, either
-    leaks[tree.paths[-tree.kv[-1]:][:-2]] = False
+    own_path = tree.paths[-tree.kv[-1]:]  # of the last turn
+    leaks[own_path[:-2]] = False  # the second last token may depend on those before it
     return logps.detach(), leaks.any().item()
 
 

@@ -32,11 +32,11 @@ import torch.nn.functional as F
 
 from colbench import content_hash
 from model import (all_batches, backward, check_finite, clip_gradient, find_model, forward,
-                   hold_out, load, load_checkpoint, mean_over_pairs, pair_accuracy,
-                   read_trajectories, reference_logps, run_facts, save, save_checkpoint, score,
-                   trajectory_pairs, turns_in, weights_digest)
+                   hold_out, load, load_checkpoint, make_optimizer, mean_over_pairs, measure,
+                   pair_accuracy, read_trajectories, reference_logps, run_facts, save,
+                   save_checkpoint, score, trajectory_pairs, turns_in, weights_digest)
 from utils import (RANK, RunLog, changed_scripts, fail, from_rank_0, init_distributed, lr_at,
-                   machine_flags, open_stdout, parser, read_metrics, run, say)
+                   machine_flags, open_stdout, parser, positive, read_metrics, run, say)
 
 
 def get_args(argv=None):
@@ -53,7 +53,8 @@ def get_args(argv=None):
                    "by this; default: the first solved one with every unsolved one")
     g.add_argument("--held_out", type=float, default=0.1,
                    help="share of tasks not trained on, to measure loss and accuracy")
-    g.add_argument("--eval_every", type=int, default=100, help="steps between such measurements")
+    g.add_argument("--eval_every", type=positive, default=100,
+                   help="steps between such measurements")
     g = p.add_argument_group("objective and optimization")
     g.add_argument("--ref_context", choices=["hidden", "agent"], help="pi_ref reads the hidden "
                    "information, too, or only what the agent reads; default: as the critic in "
@@ -62,9 +63,9 @@ def get_args(argv=None):
     g.add_argument("--nll_coef", type=float, default=0.01, help="weight of the chosen side's NLL")
     g.add_argument("--lr", type=float, default=2e-7,
                    help="peak learning rate; short warm-up, cosine decay to a tenth")
-    g.add_argument("--batch_size", type=int, default=8,
+    g.add_argument("--batch_size", type=positive, default=8,
                    help="pairs per step, over all GPUs; the last step of an epoch may have fewer")
-    g.add_argument("--epochs", type=int, default=4, help="passes over the pairs")
+    g.add_argument("--epochs", type=positive, default=4, help="passes over the pairs")
     g.add_argument("--seed", type=int, default=0, help="of the training order and held-out tasks")
     machine_flags(p)
     args = p.parse_args(argv)
@@ -126,6 +127,7 @@ def trajectory_value(turns, logps, ref_logps):
     return sum(advantage(logps[turn], ref_logps[turn]) for turn in turns)
 
 
+@mean_over_pairs
 def critic_loss(args, pair, logps, ref_logps):
     """Returns (loss, {metric: scalar}) of a pair of trajectories, eq. 2.
 
@@ -137,9 +139,6 @@ def critic_loss(args, pair, logps, ref_logps):
     margin = args.beta * (chosen - rejected)
     loss = -F.logsigmoid(margin) + args.nll_coef * nll
     return loss, {"accuracy": pair_accuracy(chosen - rejected), "margin": margin}
-
-
-batch_loss = mean_over_pairs(critic_loss)  # (args, pairs, ...) -> (mean, {metric: its mean})
 
 
 # --- training -------------------------------------------------------------------------------------
@@ -154,17 +153,16 @@ def train(args, log, trajectories, ref_turn_of, device):
     say(f"{n_pairs} pairs, {len(batches)} steps")
     model, tokenizer = load(args.model, device, args.dtype, args, train=True)
     ref_logps = reference_logps(model, ref_turn_of, args.tree_tokens)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr, betas=(0.9, 0.95),
-                                  weight_decay=0.0, fused=True)
+    optimizer = make_optimizer(model, args.lr)
     load_checkpoint(model, optimizer, args.out, log.step)
     log.start("critic", len(batches), pairs=n_pairs, held_out_pairs=len(held_out), tasks=tasks)
 
     for step in range(log.step, len(batches)):
         batch, began = batches[step], time.monotonic()
         logps, computed = forward(model, turns_in(batch), args.tree_tokens)  # {turn: (L,)}
-        loss, metrics = batch_loss(args, batch, logps, ref_logps)
+        loss, metrics = critic_loss(args, batch, logps, ref_logps)
         loss.backward()  # as far as the log-probs,
-        backward(model, computed)  # and from there to the weights
+        n_tokens = backward(model, logps, computed)  # and from there to the weights
         norm = clip_gradient(model)
         check_finite(step, loss=loss.item(), grad_norm=norm)
         lr = lr_at(step, len(batches), args.lr)
@@ -172,14 +170,10 @@ def train(args, log, trajectories, ref_turn_of, device):
             group["lr"] = lr
         optimizer.step()
         optimizer.zero_grad()
-        log.step_row(began, sum(len(x.tree.ids) for x in computed), step=step, loss=loss.item(),
-                     **metrics, grad_norm=norm, lr=lr)
+        log.step_row(began, n_tokens, step=step, loss=loss.item(), **metrics, grad_norm=norm, lr=lr)
         if held_out and ((step + 1) % args.eval_every == 0 or step + 1 == len(batches)):
             # measured after the update; the training row of this step was measured before it
-            logps = score(model, turns_in(held_out), args.tree_tokens)
-            loss, metrics = batch_loss(args, held_out, logps, ref_logps)
-            log.row(step=step, held_out_loss=loss.item(),
-                    **{f"held_out_{name}": value for name, value in metrics.items()})
+            log.row(step=step, **measure(args, model, critic_loss, held_out, ref_logps))
         if (step + 1) % args.save_every == 0:
             save_checkpoint(model, optimizer, args.out, step + 1)
 
@@ -206,8 +200,8 @@ def check_pi_ref(folder, model):
     if not critic:
         return  # any other model, which has no pi_ref of its own
     if changed := changed_scripts(folder):
-        say(f"warning: the critic in {folder} was trained by another {changed}; to score as then, "
-            f"run its own copies (python {folder}/NAME.py)")
+        say(f"warning: the critic in {folder} was trained by another {', '.join(changed)}; to "
+            f"score as then, run its own copies (python {folder}/NAME.py)")
     pi_ref, *_ = find_model(model, weights=True)
     if weights_digest(pi_ref) != critic["model_weights"]:
         fail(f"{model} is not the pi_ref of the critic in {folder}; give that by --model")
@@ -249,19 +243,20 @@ def print_ordered_pairs(trajectories, min_gap, trained_on):
 
 def main(args):
     emit, device = open_stdout(), init_distributed()
-    folder = args.score or args.out
+    log = None
     if args.score:
         check_pi_ref(args.score, args.model)
     else:
-        log = RunLog(args)
+        log = RunLog(args)  # locks --out before stdin is read
     trajectories = [] if RANK else read(args)  # only rank 0 has them
     ref_turn_of = from_rank_0(lambda: ref_turns(trajectories))
-    if not args.score:
+    if log:
         log.check(run_facts(args, device, trajectories))
-    if args.score or log.finished:
-        model, ref_logps = load_critic(args, folder, ref_turn_of, device)
-    else:
+    folder = args.score or args.out
+    if log and not log.finished:
         model, ref_logps = train(args, log, trajectories, ref_turn_of, device)
+    else:
+        model, ref_logps = load_critic(args, folder, ref_turn_of, device)
     logps = score(model, list(ref_logps), args.tree_tokens, "advantages")
     if RANK:
         return

@@ -25,11 +25,11 @@ import torch
 import torch.nn.functional as F
 
 from model import (Pair, Trajectory, all_batches, backward, check_finite, clip_gradient,
-                   comparable_groups, forward, hold_out, load, load_checkpoint, mean_over_pairs,
-                   pair_accuracy, read_trajectories, run_facts, save, save_checkpoint, score,
-                   trajectory_pairs, turns_in)
-from utils import (RANK, RunLog, fail, from_rank_0, init_distributed, lr_at,
-                   machine_flags, parser, rng, run, say)
+                   comparable_groups, forward, hold_out, load, load_checkpoint, make_optimizer,
+                   mean_over_pairs, measure, pair_accuracy, read_trajectories, run_facts, save,
+                   save_checkpoint, score, trajectory_pairs, turns_in)
+from utils import (RANK, RunLog, fail, from_rank_0, init_distributed, lr_at, machine_flags, parser,
+                   positive, rng, run, say)
 
 
 def get_args(argv=None):
@@ -42,7 +42,8 @@ def get_args(argv=None):
     p.add_argument("--loss", default="dpo", choices=[*LOSSES],
                    help="training data and objective, see above")
     g = p.add_argument_group("pairs")
-    g.add_argument("--pairs_per_turn", type=int, default=4, help="dpo: distinct pairs of a turn")
+    g.add_argument("--pairs_per_turn", type=positive, default=4,
+                   help="dpo: distinct pairs of a turn")
     g.add_argument("--logprob_weight", type=float, default=0.0,
                    help="dpo: rank candidates by advantage + this x log-prob under pi_ref")
     g.add_argument("--mix", type=float, default=0.0,
@@ -51,7 +52,8 @@ def get_args(argv=None):
                    "by this; default: the first solved one with every unsolved one")
     g.add_argument("--held_out", type=float, default=0.0,
                    help="share of tasks not trained on, to measure loss and accuracy")
-    g.add_argument("--eval_every", type=int, default=100, help="steps between such measurements")
+    g.add_argument("--eval_every", type=positive, default=100,
+                   help="steps between such measurements")
     g.add_argument("--all", type=int, default=0, choices=[0, 1],
                    help="rft: 1: train on unsolved trajectories, too (plain SFT)")
     g = p.add_argument_group("objective and optimization")
@@ -59,9 +61,10 @@ def get_args(argv=None):
     g.add_argument("--nll_coef", type=float, default=0.01, help="weight of the chosen side's NLL")
     g.add_argument("--lr", type=float, default=2e-7,
                    help="peak learning rate; short warm-up, cosine decay to a tenth")
-    g.add_argument("--batch_size", type=int, help="pairs per step, over all GPUs; the last step of "
-                   "an epoch may have fewer; default: 8 (rft: 32 trajectories)")
-    g.add_argument("--epochs", type=int, help="passes over the pairs; default: 1 (mtdpo, rft: 4)")
+    g.add_argument("--batch_size", type=positive, help="pairs per step, over all GPUs; the last "
+                   "step of an epoch may have fewer; default: 8 (rft: 32 trajectories)")
+    g.add_argument("--epochs", type=positive,
+                   help="passes over the pairs; default: 1 (mtdpo, rft: 4)")
     g.add_argument("--seed", type=int, default=0, help="of the order, pairs and held-out tasks")
     machine_flags(p)
     args = p.parse_args(argv)
@@ -181,6 +184,7 @@ def joined_logps(turns, logps):
     return torch.cat([logps[turn] for turn in turns])
 
 
+@mean_over_pairs
 def dpo_loss(args, pair, logps, ref_logps):
     """Returns (loss, {metric: scalar}) of a pair, eq. 4; sums over turns.
 
@@ -204,11 +208,11 @@ def rft_loss(args, pairs, logps, ref_logps):
     return -sum(x.sum() for x in chosen) / sum(map(len, chosen)), {}
 
 
-# Losses of a batch. A new one is a function like dpo_loss, or of all pairs like rft_loss, and a
-# line here; make_groups gives it candidate pairs.
+# A new loss is a function like dpo_loss, or of a whole batch like rft_loss, and a line here;
+# make_groups gives it candidate pairs.
 LOSSES = {
-    "dpo": mean_over_pairs(dpo_loss),
-    "mtdpo": mean_over_pairs(dpo_loss),
+    "dpo": dpo_loss,
+    "mtdpo": dpo_loss,
     "rft": rft_loss,
 }
 
@@ -228,8 +232,7 @@ def train(args, log, trajectories, device):
         turns = turns_in(chain(*(group for _, group in groups), held_out))
         ref_logps |= score(model, [turn for turn in turns if turn not in ref_logps],
                            args.tree_tokens, "reference")
-    optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr, betas=(0.9, 0.95),
-                                  weight_decay=0.0, fused=True)
+    optimizer = make_optimizer(model, args.lr)
     load_checkpoint(model, optimizer, args.out, log.step)
     log.start("policy", len(batches), pairs=n_pairs, held_out_pairs=len(held_out))
 
@@ -238,7 +241,7 @@ def train(args, log, trajectories, device):
         logps, computed = forward(model, turns_in(batch), args.tree_tokens)  # {turn: (L,)}
         loss, metrics = batch_loss(args, batch, logps, ref_logps)
         loss.backward()  # as far as the log-probs,
-        backward(model, computed)  # and from there to the weights
+        n_tokens = backward(model, logps, computed)  # and from there to the weights
         norm = clip_gradient(model)
         check_finite(step, loss=loss.item(), grad_norm=norm)
         lr = lr_at(step, len(batches), args.lr)
@@ -246,14 +249,10 @@ def train(args, log, trajectories, device):
             group["lr"] = lr
         optimizer.step()
         optimizer.zero_grad()
-        log.step_row(began, sum(len(x.tree.ids) for x in computed), step=step, loss=loss.item(),
-                     **metrics, grad_norm=norm, lr=lr)
+        log.step_row(began, n_tokens, step=step, loss=loss.item(), **metrics, grad_norm=norm, lr=lr)
         if held_out and ((step + 1) % args.eval_every == 0 or step + 1 == len(batches)):
             # measured after the update; the training row of this step was measured before it
-            logps = score(model, turns_in(held_out), args.tree_tokens)
-            loss, metrics = batch_loss(args, held_out, logps, ref_logps)
-            log.row(step=step, held_out_loss=loss.item(),
-                    **{f"held_out_{name}": value for name, value in metrics.items()})
+            log.row(step=step, **measure(args, model, batch_loss, held_out, ref_logps))
         if (step + 1) % args.save_every == 0:
             save_checkpoint(model, optimizer, args.out, step + 1)
 

@@ -61,10 +61,18 @@ def parser(doc, usage):
                                    allow_abbrev=False)
 
 
+def positive(text):
+    """Returns the integer that a flag's text spells; ValueError below 1."""
+    number = int(text)
+    if number < 1:
+        raise ValueError(text)
+    return number
+
+
 def machine_flags(p):
     """Adds the trainers' flags for speed, memory, input and checkpoints."""
     g = p.add_argument_group("speed and memory (only --dtype changes results beyond rounding)")
-    g.add_argument("--tree_tokens", type=int, default=16384,
+    g.add_argument("--tree_tokens", type=positive, default=16384,
                    help="most tokens per forward, to bound memory")
     g.add_argument("--dtype", default="auto", choices=["auto", "bf16", "fp32"],
                    help="auto: bf16 on a GPU, fp32 on a CPU; master weights are fp32")
@@ -77,7 +85,7 @@ def machine_flags(p):
     g = p.add_argument_group("input and --out")
     g.add_argument("--max_length", type=int, default=16384,
                    help="skip turns with more tokens than this, prompt included")
-    g.add_argument("--save_every", type=int, default=100, help="steps between checkpoints")
+    g.add_argument("--save_every", type=positive, default=100, help="steps between checkpoints")
 
 
 # --- training: the learning rate and the --out directory ------------------------------------------
@@ -106,13 +114,14 @@ class RunLog:
     Every rank needs a RunLog, because a step's tokens are summed over the ranks.
     """
     MAY_CHANGE = ["out", "tree_tokens", "recompute", "compile", "offload", "save_every",
-                  "eval_every", "model"]  # of the model, check() compares the weights
+                  "eval_every", "model", "dtype"]  # of these two, the facts are compared
 
     def __init__(self, args):
         self.args, self.out = args, args.out
         self.path = os.path.join(args.out, "metrics.jsonl")
         self.rows, self.step = from_rank_0(self.lock_and_read)
         self.finished = any("finished" in row for row in self.rows)
+        self.facts = self.bar = self.file = None
 
     def lock_and_read(self):
         """Locks --out. Returns (rows of metrics.jsonl, step of the last checkpoint)."""
@@ -132,17 +141,19 @@ class RunLog:
 
     def check(self, facts):
         """Exits if the run in --out has other scripts, flags or facts than this command."""
+        self.facts = facts
         if RANK:
             return
-        self.facts = facts
-        flags = {name: x for name, x in vars(self.args).items() if name not in self.MAY_CHANGE}
         if self.rows:
-            now, before = flags | facts, self.rows[0]["args"] | self.rows[0]
-            different = changed_scripts(self.out) or ", ".join(
-                name for name in now if before.get(name) != now[name])
+            first = self.rows[0]
+            flags = {name: x for name, x in vars(self.args).items() if name not in self.MAY_CHANGE}
+            different = changed_scripts(self.out)
+            different += [name for name in flags if first["args"].get(name) != flags[name]]
+            different += [name for name in facts if first.get(name) != facts[name]]
             if different:
-                fail(f"the run in {self.out} has different {different}: repeat its command with "
-                     "its data, model and scripts (it has copies), or choose another --out")
+                fail(f"the run in {self.out} has different {', '.join(different)}: repeat its "
+                     "command with its data, model and scripts (it has copies), or choose another "
+                     "--out")
         if self.finished:
             drop_checkpoints(self.out)  # a kill may have left some
             say(f"{self.out} is already trained with these scripts, flags and data; choose another "
@@ -207,12 +218,12 @@ def numbers_of(row):
 
 
 def changed_scripts(out):
-    """Names those of the running scripts that differ from the copies in a run's directory."""
+    """Lists those of the running scripts that differ from the copies in a run's directory."""
     running = {*sys.modules, os.path.basename(sys.argv[0]).removesuffix(".py")}
     running -= {"collect"}  # no trainer calls it
     names = [name for name in glob.glob("*.py", root_dir=HERE) if name[:-3] in running]
     _, changed, _ = filecmp.cmpfiles(HERE, out, names, shallow=False)
-    return ", ".join(sorted(changed))
+    return sorted(changed)
 
 
 def read_metrics(out):
@@ -431,7 +442,8 @@ def digest(x):
 def version():
     """Returns the commit of these scripts, "-dirty" if files differ, and the package versions."""
     commit = ""
-    with contextlib.suppress(OSError):  # there may be no git
+    # a run's own copies are in no repository of theirs; and there may be no git
+    if os.path.exists(os.path.join(HERE, ".git")) and shutil.which("git"):
         commit = subprocess.run(["git", "-C", HERE, "describe", "--always", "--dirty"],
                                 capture_output=True, text=True).stdout.strip()
     packages = [f"{name} {package_version(name)}" for name in ("torch", "transformers")]

@@ -168,7 +168,7 @@ def loss_of(job, pairs, logps, ref, batch):
         tokens = sum(len(action) for pair in pairs for _, action in pair.chosen)
         return tokens if job == "rft" else len(pairs)
 
-    batch_loss = train_critic.batch_loss if job == "critic" else train_policy.LOSSES[args.loss]
+    batch_loss = train_critic.critic_loss if job == "critic" else train_policy.LOSSES[args.loss]
     return batch_loss(args, pairs, logps, ref)[0] * size(pairs) / size(batch)
 
 
@@ -177,7 +177,7 @@ def our_step(model, job, batch, ref):
     logps, computed = forward(model, turns_in(batch), TREE_TOKENS)
     loss = loss_of(job, batch, logps, ref, batch)
     loss.backward()
-    backward(model, computed)
+    backward(model, logps, computed)
     return loss.item()
 
 
@@ -310,7 +310,7 @@ class Bench:
         def results(dtype, separate):
             """Returns ([log-probs], [gradients]). separate: one forward per turn, no tree."""
             model, _ = load(self.folder, self.device, dtype)
-            computed = []
+            by_turn, computed = {}, []
             if separate:
                 with without_trees(model):
                     logps = [model(pad([p + a], self.device))[0, len(p) - 1:] for p, a in turns]
@@ -319,7 +319,7 @@ class Bench:
                 logps = [by_turn[turn] for turn in turns]
             logps = torch.cat(logps)
             logps.mean().backward()
-            backward(model, computed)
+            backward(model, by_turn, computed)
             return [logps.detach().cpu()], [p.grad for p in model.parameters()]
 
         expected, errors = results("fp32", True), {}

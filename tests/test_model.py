@@ -99,14 +99,14 @@ def separate(model, turns):
     return out
 
 
-COMPUTED = {}  # {id of a model: what its last forward computed}
+COMPUTED = {}  # {id of a model: what its last forward returned}
 
 
 def by_tree(model, turns, tree_tokens=math.inf):
     """The log-probs of M.forward, in the order of the turns."""
     logps, computed = M.forward(model, turns, tree_tokens)
     if torch.is_grad_enabled():
-        COMPUTED[id(model)] = computed
+        COMPUTED[id(model)] = logps, computed
     return [logps[turn] for turn in turns]
 
 
@@ -114,7 +114,7 @@ def backward(model, loss):
     """The gradient of a loss of by_tree()."""
     loss.backward()
     if isinstance(model, M.TreeLM):
-        M.backward(model, COMPUTED.pop(id(model)))
+        return M.backward(model, *COMPUTED.pop(id(model)))
 
 
 def gradients(model, logps):
@@ -389,8 +389,8 @@ def test_wrong_attention_is_found_and_wrong_log_probs_are_refused(tiny_dir, monk
     tril = torch.Tensor.tril
     monkeypatch.setattr(torch.Tensor, "tril", lambda mask, shift: tril(mask))
     assert not M.load(tiny_dir)[0].supports_trees and "turn by turn" in capsys.readouterr().err
-    monkeypatch.setattr(M, "try_trees",
-                        lambda model, *_: model.lm.set_attn_implementation("tree") or True)
+    monkeypatch.setattr(M, "choose_attention",
+                        lambda model, *_: model.lm.set_attn_implementation("tree"))
     with pytest.raises(SystemExit, match="the log-probs of .* differ"):
         M.load(tiny_dir)
 

@@ -268,8 +268,8 @@ def test_what_the_critic_and_its_reference_read():
                    "<think>\n" for c in ("", "Hidden reference:\nc\n\n")]
         for pi, ref in (0, 1), (1, 0), (1, 1), (0, 0):
             record = {"task": {"ground_truth": "c"}, "meta": {"thinking": 1}}
-            [turns] = M.pi_and_ref_turns(tokenizer, record, history, [action],
-                                         pi_reads_hidden=pi, ref_reads_hidden=ref)
+            [(_, *turns)] = M.read_actions(tokenizer, record, history, [action],
+                                           pi_reads_hidden=pi, ref_reads_hidden=ref)
             read = [[tokenizer.decode([*map(ord, part)]) for part in turn] for turn in turns]
             assert read == [[prompts[with_c], said + "<|im_end|>"] for with_c in (pi, ref)]
 

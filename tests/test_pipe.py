@@ -178,8 +178,9 @@ COMPLAINTS = [  # command, its stdin, a part of the line that says what is wrong
     ("collect.py --model MODEL --human fixed:no", BARE, "the weights in"),
     ("collect.py --best_of 2", "", "--critic"),
     *((f"collect.py {flags}", "", "must be") for flags in (
-        "--temperature nan", "--temperature -1", "--top_p 0", "--max_turns 0")),
-    ("collect.py --best_of 0", "", "--best_of must be at least 1"),
+        "--temperature nan", "--temperature -1", "--top_p 0")),
+    *((f"collect.py {flag} 0", "", f"argument {flag}: invalid positive value: '0'") for flag in (
+        "-k", "--max_turns", "--max_tokens", "--concurrency", "--best_of")),
     ("collect.py --temperature 0 --candidates 2", "", "--temperature 0 makes all --candidates"),
     ("collect.py --human_params [1", "", "--human_params: invalid")]
 

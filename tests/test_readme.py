@@ -175,8 +175,8 @@ def test_the_edits_of_what_the_loss_sums(tmp_path):
     args, pair = SimpleNamespace(beta=1, nll_coef=0), model.Pair(("a", "b"), ("c",))
     for critic, want in ((train_critic, 1.5 + 3 - 5), (edited_module("sum", tmp_path), 3 + 3 - 5),
                          (edited_module("trajectory", tmp_path), (1 + 2 + 3) / 3 - 5)):
-        _, metrics = critic.critic_loss(args, pair, logps, ref)
-        assert metrics["margin"].item() == pytest.approx(want)
+        _, metrics = critic.critic_loss(args, [pair], logps, ref)
+        assert metrics["margin"] == pytest.approx(want)
 
 
 def test_the_edit_no_hidden(rewarded, tiny_dir, tmp_path):
@@ -272,9 +272,9 @@ def test_the_edit_opsd(ranked, tiny_dir, tmp_path):
     divergences = []
     for record in ranked:
         for history, actions in model.turn_actions(record):
-            turns = model.pi_and_ref_turns(tokenizer, record, history, actions[:4],
-                                           pi_reads_hidden=False, ref_reads_hidden=True)
-            for turn, teacher_turn in turns:
+            for _, turn, teacher_turn in model.read_actions(
+                    tokenizer, record, history, actions[:4], pi_reads_hidden=False,
+                    ref_reads_hidden=True):
                 pi, teacher = log_probs(turn), log_probs(teacher_turn)
                 divergences.append((teacher.exp() * (teacher - pi)).sum(-1).mean().item())
     assert first["grad_norm"] > 0

@@ -126,8 +126,8 @@ def test_a_mistake_in_code_keeps_its_traceback_and_an_error_of_the_input_is_one_
 
 POLICY = ["train_policy.py", "--model", "MODEL", "--out", "OUT"]
 EDITS = {  # {function: (command, file, what the edit changes, to what)}
-    "pi_and_ref_turns": (POLICY, "model.py", "prompt = prompt_ids(pi_reads_hidden)",
-                     "prompt = prompt_ids(pi_reads_d)"),
+    "read_actions": (POLICY, "model.py", "prompt = read_prompt(pi_reads_hidden)",
+                     "prompt = read_prompt(pi_reads_d)"),
     "forward": (POLICY, "model.py", "previous, targets = tree.parent[tree.scored]",
                 "previous, targets = tree.parents[tree.scored]"),
     "dpo_loss": (POLICY, "train_policy.py", "nll = -joined_logps(", "nll = -joined_logp("),

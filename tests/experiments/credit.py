@@ -19,7 +19,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 import torch  # noqa: E402
 
 from colbench import ANSWER, message_texts, read_action, read_records, task_id  # noqa: E402
-from model import (Action, Trajectory, load, pi_and_ref_turns, score,  # noqa: E402
+from model import (Action, Trajectory, load, read_actions, score,  # noqa: E402
                    turn_actions)
 from train_critic import get_args, print_ordered_pairs, trajectory_value  # noqa: E402
 from utils import (fail_on_error, init_distributed, open_stdout, parser,  # noqa: E402
@@ -35,9 +35,9 @@ def progress(args, steps):
     def turn(r, o):
         y = {"role": "assistant", "content": f"{ANSWER}\n{r['task']['ground_truth']}"}
         with fail_on_error("--model's chat template rejects the dialogue"):
-            turns = pi_and_ref_turns(tokenizer, r, o, [y], pi_reads_hidden=False,
-                                     ref_reads_hidden=False)
-            return turns[0][0]
+            action, = read_actions(tokenizer, r, o, [y], pi_reads_hidden=False,
+                                   ref_reads_hidden=False)
+            return action.turn
 
     pairs = [(turn(r, history), turn(r, [*history, message, *(reply or ())]))  # (before, after)
              for _, r, history, message, reply in steps]

@@ -69,7 +69,7 @@ def pairs_of_step(out, step):
         fail(f"no step {step}: the run in {out} has {start['steps']}, counted from 0")
     trainer = import_module(os.path.basename(start["argv"][0]).removesuffix(".py"))
     if changed := changed_scripts(out):
-        say(f"warning: the run is of another {changed}, which may have made other batches")
+        say(f"warning: the run is of another {', '.join(changed)}, which may have made other batches")
     args = trainer.get_args([])
     vars(args).update(start["args"])
     path = os.path.join(start["cwd"], args.model)
