@@ -127,7 +127,6 @@ def read_trajectories(args, *fields, pi_reads_hidden, ref_reads_hidden):
     tokens with their prompt are too long.
     """
     records = [*read_records(sys.stdin, "dialogue_history", *fields)]
-    warn_of(records, fields, pi_reads_hidden)
     _, tokenizer, config = find_model(args.model)
     config = config.get_text_config()
     longest = min(args.max_length, getattr(config, "max_position_embeddings", None) or math.inf)
@@ -136,6 +135,8 @@ def read_trajectories(args, *fields, pi_reads_hidden, ref_reads_hidden):
     trajectories = []
     for record in records:
         task = task_id(record["task"])
+        if pi_reads_hidden and not hidden_information(record["task"]):
+            add_warning("records without hidden information for the critic", f"the task {task}")
         with fail_on_error(f"--model's chat template rejects the task {task}"):
             actions = [read_actions(tokenizer, record, history, messages, longest,
                                     pi_reads_hidden=pi_reads_hidden,
@@ -175,18 +176,6 @@ def read_actions(tokenizer, record, history, messages, longest=math.inf, *, pi_r
         else:
             actions.append(Action(message, None, None))
     return actions
-
-
-def warn_of(records, fields, pi_reads_hidden):
-    """Warns of records without hidden information, and of tasks whose rewards have two graders."""
-    grader_of = {}
-    for record in records:
-        task, grader = task_id(record["task"]), record.get("reward_by")
-        if pi_reads_hidden and not hidden_information(record["task"]):
-            add_warning("records without hidden information for the critic", f"the task {task}")
-        if "reward" in fields and grader_of.setdefault(task, grader) != grader:
-            add_warning("records have a reward by another grader than their task's first: grade "
-                        "all episodes alike (colbench.py grade)", f"the task {task}")
 
 
 # --- turns to pairs -------------------------------------------------------------------------------

@@ -446,23 +446,6 @@ JOBS = {"critic": CRITIC, "moe": CRITIC,  # 5 experts: on 2 ranks the shards are
                  "--lr", 2e-7, "--dtype", "bf16"]}
 
 
-def test_rewards_of_two_graders_are_noted(ranked, tiny_dir, capsys):
-    def notes(given, *flags):
-        read_by(given, train_policy, "--model", tiny_dir, *flags)
-        return capsys.readouterr().err
-
-    note = "have a reward by another grader"
-    mixed = ["--mix", 1, "--min_gap", 0]
-    assert note not in notes(ranked, *mixed)
-    ranked[0]["reward_by"] = "another grader"
-    assert note in notes(ranked, *mixed) and note not in notes(ranked)
-    for r in ranked:
-        r["reward_by"] = "honest rules, Python 3.11"
-    assert note not in notes(ranked, *mixed)
-    ranked[1]["reward_by"] = "honest rules, Python 3.12"
-    assert note in notes(ranked, *mixed)
-
-
 @pytest.fixture(scope="module")
 def data(collected, tiny_dir):
     """8 episodes of 1 to 4 turns, with advantages, as text; of each task sample 0 is solved."""
