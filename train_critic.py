@@ -152,7 +152,7 @@ def train(args, log, trajectories, ref_turn_of, device):
     tasks = sorted({content_hash(t.record["task"]) for t in trajectories if t.task in train_tasks})
     n_pairs = sum(len(pairs) for _, pairs in groups)
     say(f"{n_pairs} pairs, {len(batches)} steps")
-    model, tokenizer = load(args.model, device, args.dtype, args, train=True)
+    model, chat = load(args.model, device, args.dtype, args, train=True)
     ref_logps = reference_logps(model, ref_turn_of, args.tree_tokens)
     optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr, betas=(0.9, 0.95),
                                   weight_decay=0.0, fused=True)
@@ -183,7 +183,7 @@ def train(args, log, trajectories, ref_turn_of, device):
         if (step + 1) % args.save_every == 0:
             save_checkpoint(model, optimizer, args.out, step + 1)
 
-    save(model, tokenizer, args.out)
+    save(model, chat, args.out)
     log.finish()
     return model, ref_logps
 
