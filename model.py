@@ -846,6 +846,8 @@ PROBE = [{"role": "user", "content": "a"}, {"role": "assistant", "content": MARK
 # turns Python functions into text; the newline is trimmed
 TODAY = "26 Jul 2024"
 STRFTIME_NOW = f"{{%- macro strftime_now(format) -%}}{TODAY}{{%- endmacro %}}\n"
+# gpt-oss's special tokens between the channels of a message; it alone has a token <|channel|>
+CHANNEL_MARKS = {"<|start|>", "<|message|>", "<|end|>"}
 
 
 class Chat:
@@ -873,9 +875,10 @@ class Chat:
             eos = json.loads(path.read_bytes()).get("eos_token_id") if path.exists() else None
             ids += eos if isinstance(eos, list) else [eos]
         self.end_ids = {i for i in ids if i is not None and 0 <= i < len(tokenizer)}
+        inside = CHANNEL_MARKS if "<|channel|>" in special.values() else ()
         self.stop = self.end_ids | {
-            i for i, text in special.items()
-            if not THOUGHT_START.fullmatch(text) and not THOUGHT_END.fullmatch(text)}
+            i for i, text in special.items() if text not in inside
+            and not THOUGHT_START.fullmatch(text) and not THOUGHT_END.fullmatch(text)}
 
     def find_end(self):
         """Returns the text that ends a message. ValueError if its start or end is left open."""

@@ -13,6 +13,7 @@ from tokenizers import (AddedToken, Tokenizer, decoders, models, pre_tokenizers,
 from transformers import PreTrainedTokenizerFast
 
 import model as M
+from colbench import read_action
 from conftest import dialogue, plain_ids, turns_of as turns_in_record
 
 # The documented formats. name: (control tokens, the beginning of text first; template; end of turn)
@@ -246,6 +247,30 @@ def test_a_thought_is_said_once_as_an_action():
     (prompt, action), (later, last) = ([[i for i in ids if i in marks] for ids in turn]
                                        for turn in turns_of(tokenizer, history, 1))
     assert action == marks and not prompt and not later and last == marks  # an empty one
+
+
+def test_the_channels_of_gpt_oss_are_parts_of_one_message():
+    """The human reads the last channel, and the trainers all tokens."""
+    tokenizer, history = tokenizer_of("qwen3"), dialogue("write f")
+    marks = ["<|start|>", "<|channel|>", "<|message|>", "<|end|>"]
+    tokenizer.add_tokens([*marks, "<|call|>", "<|return|>"], special_tokens=True)
+    tokenizer.eos_token = "<|return|>"
+    tokenizer.chat_template = (
+        "{% for m in messages %}<|start|>{{ m['role'] }}"
+        "{% if m['role'] == 'assistant' %}<|channel|>final{% endif %}<|message|>{{ m['content'] }}"
+        "{% if m['role'] == 'assistant' and loop.last and not add_generation_prompt %}<|return|>"
+        "{% else %}<|end|>{% endif %}{% endfor %}"
+        "{% if add_generation_prompt %}<|start|>assistant{% endif %}")
+    chat = chat_of(tokenizer)
+    ends = tokenizer.convert_tokens_to_ids(["<|call|>", "<|return|>"])
+    assert chat.stop >= {*ends} and not chat.stop & {*tokenizer.convert_tokens_to_ids(marks)}
+    said = "<|channel|>final<|message|>the fee<|return|>"
+    ids = chat.text_ids("<|channel|>analysis<|message|>why<|end|><|start|>assistant" + said)
+    output = chat.decode(ids)
+    assert read_action(output, last=False) == ("the fee", None)
+    sampled = {"content": "the fee", "output": output, "token_ids": ids}
+    assert chat.action_ids(sampled, history) == ids
+    assert chat.action_ids({"content": "the fee"}, history) == chat.text_ids(said)
 
 
 def test_the_action_is_what_was_sampled():
