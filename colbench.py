@@ -142,7 +142,7 @@ def read_action(output, last):
     """Parses the agent's output into (text shown to the human, final answer or None).
 
     In the last turn (`last`) the whole text is the answer if it has no ANSWER, as in ColBench. Pass
-    "<think>" + output if the prompt has opened a thought (see model.think_prefix).
+    "<think>" + output if the prompt has opened a thought (see model.Chat.opening).
     """
     output = without_thinking(output, may_lack_start=False)
     thought, has_output, message = output.partition(OUTPUT)

@@ -45,8 +45,8 @@ from transformers.masking_utils import sdpa_mask
 from colbench import (ANSWER, OUTPUT, RECORD, Episode, Renderer, RenderError, Seen,
                       agent_messages, answered, check_shape, environment, environments,
                       human_prompt, read_records, settings, task_id, task_kind, without_thinking)
-from model import (decode, find_model, load, load_lm, read_actions, reference_logps, render, score,
-                   stop_ids, think_prefix, turn_actions, weights_digest)
+from model import (find_model, load, load_lm, read_actions, reference_logps, score, turn_actions,
+                   weights_digest)
 from train_critic import advantage, check_pi_ref, read_critic
 from utils import (USAGE, cpus, digest, fail, fail_on_error, open_stdout, parser, private_copy,
                    positive, progress, rng, run, say, version)
@@ -150,7 +150,7 @@ class EpisodeRunner:
         critic(task, history, actions)           one advantage per action
 
     A key names a message and seeds it; it starts with (seed, task id, sample, turn). A message has
-    at most max_new tokens, the last of them in `stop` unless it is truncated. Its log-probs are
+    at most max_new tokens, the last of them in chat.stop unless it is truncated. Its log-probs are
     those of the distribution that is sampled (see sampling_logps).
     """
 
@@ -158,8 +158,8 @@ class EpisodeRunner:
         """kinds: see run_meta. load() sets what depends on models, agent and human."""
         self.args, self.meta = args, run_meta(args, kinds)
         self.engine = self.act = self.reply = self.critic = None
-        self.tokenizer = self.stop = self.max_context = None  # of --model
-        self.opening = ""  # see model.think_prefix
+        self.chat = self.max_context = None  # of --model
+        self.opening = ""  # see model.Chat
 
     async def run_episode(self, task, sample):
         """Runs one episode; returns the new fields of its record."""
@@ -207,7 +207,7 @@ class EpisodeRunner:
             keys += [(*key, "candidate", j) for j in range(self.args.candidates)]
         if not keys:
             return [], []
-        prompt = render(self.tokenizer, history, self.args.thinking)
+        prompt = self.chat.prompt_ids(history, self.args.thinking)
         max_new = min(self.args.max_tokens, self.max_context - len(prompt))
         if max_new <= 0:
             raise ContextFull(f"the context is full: {len(prompt)} of {self.max_context} tokens")
@@ -226,12 +226,12 @@ class EpisodeRunner:
         """Returns sampled tokens as an action (see colbench.ACTION)."""
         if not all(abs(x) < 1000 for x in logprobs):  # NaN, too; vLLM's -inf is -9999
             raise ValueError("log-probs are NaN or infinite; check the weights")
-        if max(ids) >= len(self.tokenizer):
+        if max(ids) >= len(self.chat.tokenizer):
             raise ValueError(f"token {max(ids)} is not in --model's vocabulary; does --engine "
                              "serve another model?")
-        action = {"output": decode(self.tokenizer, ids), "token_ids": ids,
+        action = {"output": self.chat.decode(ids), "token_ids": ids,
                   "logprobs": [round(x, 6) for x in logprobs]}
-        if ids[-1] not in self.stop:
+        if ids[-1] not in self.chat.stop:
             action["cut"] = True
         return action
 
@@ -254,7 +254,7 @@ class EpisodeRunner:
         """Asks servers which model they serve, and loads local models; returns self."""
         args = self.args
         if not args.agent:
-            self.load_tokenizer()
+            self.load_chat()
         if args.human:
             params = {"temperature": 0, "max_tokens": 1024, **args.human_params}
             self.reply = await self.load_role("human", "reply", llm_reply, params)
@@ -263,26 +263,24 @@ class EpisodeRunner:
                       "max_tokens": args.max_tokens, **args.agent_params}
             self.act = await self.load_role("agent", "act", llm_message, params)
         elif args.engine:
-            server = Server(args, "engine", args.engine, vllm_params(args, self.stop))
+            server = Server(args, "engine", args.engine, vllm_params(args, self.chat.stop))
             self.max_context = min(self.max_context, await server.choose_model(args.model))
             self.engine = server.complete
         else:
-            self.engine = TransformersEngine(args, self.stop)
+            self.engine = TransformersEngine(args, self.chat.stop)
         if args.critic and args.critic.endswith(".py"):
             self.critic = load_function(args.critic, "advantages")
         elif args.critic:
             self.critic = Critic(args).advantages
         return self
 
-    def load_tokenizer(self):
-        """Loads the tokenizer of --model, and what the episodes need of its configuration."""
+    def load_chat(self):
+        """Loads the chat template of --model, and what the episodes need of its configuration."""
         args = self.args
-        folder, self.tokenizer, config = find_model(args.model, weights=not args.engine)
+        folder, self.chat, config = find_model(args.model, weights=not args.engine)
         config = config.get_text_config()
         self.max_context = getattr(config, "max_position_embeddings", None) or math.inf
-        with fail_on_error(f"the chat template of --model {args.model} can't be used"):
-            self.stop = stop_ids(self.tokenizer, folder)
-            self.opening = think_prefix(self.tokenizer, args.thinking)
+        self.opening = self.chat.opening(args.thinking)
         if not args.engine or os.path.isdir(args.model):  # else the weights need not be here
             self.meta["model_weights"] = weights_digest(folder)
 
@@ -379,12 +377,12 @@ class Critic:
         critic = read_critic(args.critic) or {"model": args.model, "ref_context": "agent"}
         check_pi_ref(args.critic, critic["model"])
         self.ref_reads_hidden, self.thinking = critic["ref_context"] == "hidden", args.thinking
-        self.pi, self.tokenizer = load(args.critic, DEVICE, args.dtype)
+        self.pi, self.chat = load(args.critic, DEVICE, args.dtype)
         self.pi_ref, _ = load(critic["model"], DEVICE, args.dtype)
 
     def advantages(self, task, history, actions):
         record = {"task": task, "meta": {"thinking": self.thinking}}
-        read = read_actions(self.tokenizer, record, history, actions, pi_reads_hidden=True,
+        read = read_actions(self.chat, record, history, actions, pi_reads_hidden=True,
                             ref_reads_hidden=self.ref_reads_hidden)
         ref_turn_of = {action.turn: action.ref_turn for action in read}
         ref_logps = reference_logps(self.pi_ref, ref_turn_of, TREE_TOKENS)

@@ -127,18 +127,16 @@ def read_trajectories(args, *fields, pi_reads_hidden, ref_reads_hidden):
     tokens with their prompt are too long.
     """
     records = [*read_records(sys.stdin, "dialogue_history", *fields)]
-    _, tokenizer, config = find_model(args.model)
+    _, chat, config = find_model(args.model)
     config = config.get_text_config()
     longest = min(args.max_length, getattr(config, "max_position_embeddings", None) or math.inf)
-    with fail_on_error(f"the chat template of --model {args.model} can't be used"):
-        end_of_message(tokenizer)  # else `save` would fail, after training
     trajectories = []
     for record in records:
         task = task_id(record["task"])
         if pi_reads_hidden and not hidden_information(record["task"]):
             add_warning("records without hidden information for the critic", f"the task {task}")
         with fail_on_error(f"--model's chat template rejects the task {task}"):
-            actions = [read_actions(tokenizer, record, history, messages, longest,
+            actions = [read_actions(chat, record, history, messages, longest,
                                     pi_reads_hidden=pi_reads_hidden,
                                     ref_reads_hidden=ref_reads_hidden)
                        for history, messages in turn_actions(record)]
@@ -152,7 +150,7 @@ def read_trajectories(args, *fields, pi_reads_hidden, ref_reads_hidden):
     return trajectories
 
 
-def read_actions(tokenizer, record, history, messages, longest=math.inf, *, pi_reads_hidden,
+def read_actions(chat, record, history, messages, longest=math.inf, *, pi_reads_hidden,
                  ref_reads_hidden):
     """Returns [Action] of messages or candidates after a history.
 
@@ -164,13 +162,13 @@ def read_actions(tokenizer, record, history, messages, longest=math.inf, *, pi_r
     def read_prompt(reads_hidden):
         hidden = hidden_information(record["task"]) if reads_hidden else ""
         dialogue = with_hidden(history, hidden) if hidden else history
-        return packed(render(tokenizer, dialogue, thinking))
+        return packed(chat.prompt_ids(dialogue, thinking))
 
     prompt = read_prompt(pi_reads_hidden)
     ref_prompt = prompt if ref_reads_hidden == pi_reads_hidden else read_prompt(ref_reads_hidden)
     actions = []
     for message in messages:
-        ids = action_ids(tokenizer, message, history, thinking)
+        ids = packed(chat.action_ids(message, history, thinking))
         if len(prompt) + len(ids) <= longest:
             actions.append(Action(message, Turn(prompt, ids), Turn(ref_prompt, ids)))
         else:
@@ -620,14 +618,14 @@ def partition(turns, tree_tokens, world=WORLD):
 # --- loading and sharding -------------------------------------------------------------------------
 
 def load(path, device="cpu", dtype="fp32", args=None, train=False):
-    """Returns (TreeLM, tokenizer) of a folder or hub name, after checking its log-probs.
+    """Returns (TreeLM, Chat) of a folder or hub name, after checking its log-probs.
 
     If trees do not reproduce the log-probs of transformers' own forward, the model is computed turn
     by turn; if that fails too, the program exits. dtype, a value of --dtype, is that of computation
     and of weights, except that weights to `train` are fp32. args: a trainer's flags, to shard the
     model over all ranks, each of which reads the files; None: no sharding.
     """
-    path, tokenizer, _ = find_model(path, weights=True)
+    path, chat, _ = find_model(path, weights=True)
     device = torch.device(device)
     dtype = pick_dtype(dtype, device)
     model = TreeLM(read_weights(path, dtype, train), device)
@@ -644,7 +642,7 @@ def load(path, device="cpu", dtype="fp32", args=None, train=False):
     if not args or not args.offload:
         model.to(device)
     verify(model, turns, own_logps, path)
-    return model, tokenizer
+    return model, chat
 
 
 def read_weights(path, dtype, train):
@@ -694,13 +692,13 @@ def shard(model, dtype, args, train):
 
 
 def load_lm(path, device, dtype="fp32"):
-    """Returns (transformers LM, tokenizer) to sample with. dtype: see `load`."""
-    model, tokenizer = load(path, device, dtype)
+    """Returns (transformers LM, Chat) to sample with. dtype: see `load`."""
+    model, chat = load(path, device, dtype)
     if not model.supports_trees:  # collect.py's attention and cache would be wrong, too
         fail(f"sampling from {path!r} without a server is not supported, because of its layers or "
              "attention: give a vLLM server by --engine")
     model.lm.set_attn_implementation("eager")  # some families have no "sdpa"
-    return model.lm, tokenizer
+    return model.lm, chat
 
 
 def pick_dtype(name, device):
@@ -728,18 +726,20 @@ MODEL_FILES = ["*.json", "*.jinja", "*.model", "*.txt", "additional_chat_templat
 
 
 def find_model(path, weights=False):
-    """Returns (folder, tokenizer, config) of a Hugging Face folder or hub name, or fails.
+    """Returns (folder, Chat, config) of a Hugging Face folder or hub name, or fails.
 
     Weights are required, and downloaded from the hub, only if `weights` is true.
     """
+    folder = path
     with fail_on_error(f"no model at {path!r}"):
         if not os.path.isdir(path):
             from huggingface_hub import snapshot_download
             wanted = [*MODEL_FILES, "*.safetensors"] if weights else MODEL_FILES
-            path = snapshot_download(path, allow_patterns=wanted)
-        config = AutoConfig.from_pretrained(path, trust_remote_code=False)
-        tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=False)
-    return path, tokenizer, config
+            folder = snapshot_download(path, allow_patterns=wanted)
+        config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
+        tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
+    with fail_on_error(f"the chat template of {path!r} can't be used"):
+        return folder, Chat(tokenizer, folder), config
 
 
 @functools.cache  # a trainer asks twice for its --model
@@ -838,178 +838,160 @@ PROBE = [{"role": "user", "content": "a"}, {"role": "assistant", "content": MARK
 # turns Python functions into text; the newline is trimmed
 TODAY = "26 Jul 2024"
 STRFTIME_NOW = f"{{%- macro strftime_now(format) -%}}{TODAY}{{%- endmacro %}}\n"
+# gpt-oss's special tokens between the channels of a message; it alone has a token <|channel|>
+CHANNEL_MARKS = {"<|start|>", "<|message|>", "<|end|>"}
 
 
-def render(tokenizer, messages, thinking=0):
-    """Returns the token ids of a dialogue as a prompt for the assistant's next message."""
-    text = template_text(tokenizer, messages, thinking, add_prompt=True)
-    return [*map(ord, text_ids(tokenizer, text))]
+class Chat:
+    """A tokenizer with its chat template: dialogues to token ids, and sampled ids to text.
 
+    end: the text that ends a message: template text up to an added token, else EOS.
+    end_ids: {id} by which a model ends a message: the last of `end`, and every EOS.
+    stop: {id} at which sampling stops: end_ids, and special tokens but those of thoughts. A message
+    is shown without them, so nothing after the first of them may count.
 
-def action_ids(tokenizer, action, history, thinking=0):
-    """Returns the packed ids of an action, which follow the whole prompt.
-
-    They are the sampled ids, if there are any and they decode to the action's text. Otherwise they
-    are those of the text, to which the end of a message is added.
+    In all methods, thinking=0 switches thinking off, if the template has `enable_thinking`.
     """
-    text = action_text(tokenizer, action, thinking)
-    ids = action.get("token_ids")
-    if ids and decode_to(tokenizer, ids, text):
-        return packed(ids)
-    if ids:
-        add_warning("messages or candidates have token_ids of another text, or a special token "
-                    "among them: their text is read", repr(text[:60]))
-    text = text_after_prompt(tokenizer, text, history, thinking)
-    end = end_of_message(tokenizer)
-    if end in text:
-        text = text[:text.rindex(end)]
-    return text_ids(tokenizer, text + end)
+
+    def __init__(self, tokenizer, folder):
+        """folder: of the model, for its configs. ValueError if the template can't be used."""
+        self.tokenizer = tokenizer
+        self.template = STRFTIME_NOW + tokenizer.get_chat_template()
+        special = {i: token.content for i, token in tokenizer.added_tokens_decoder.items()
+                   if token.special}
+        self.special = any_of(special.values())
+        self.end = self.find_end()
+        ids = [self.text_ids(self.end)[-1], tokenizer.eos_token_id]
+        for name in "config.json", "generation_config.json":
+            path = Path(folder, name)
+            eos = json.loads(path.read_bytes()).get("eos_token_id") if path.exists() else None
+            ids += eos if isinstance(eos, list) else [eos]
+        self.end_ids = {i for i in ids if i is not None and 0 <= i < len(tokenizer)}
+        inside = CHANNEL_MARKS if "<|channel|>" in special.values() else ()
+        self.stop = self.end_ids | {
+            i for i, text in special.items() if text not in inside
+            and not THOUGHT_START.fullmatch(text) and not THOUGHT_END.fullmatch(text)}
+
+    def find_end(self):
+        """Returns the text that ends a message. ValueError if its start or end is left open."""
+        before, _, after = self.template_text(PROBE, 0, add_prompt=False).rpartition(MARK)
+        bare, prompt = (self.template_text(PROBE[:1], 0, add) for add in (False, True))
+        header = before.removeprefix(bare)
+        if prompt == bare and header.strip():  # the model would have to guess the header
+            raise ValueError(f"it has no generation prompt: add {header!r}")
+        added = any_of(t.content for t in self.tokenizer.added_tokens_decoder.values())
+        found = added.search(after)
+        end = after[:found.end()] if found else self.tokenizer.eos_token
+        if not end:
+            raise ValueError("no added token ends a message, and there is no EOS")
+        return end
+
+    def prompt_ids(self, messages, thinking=0):
+        """Returns the token ids of a dialogue as a prompt for the assistant's next message."""
+        return self.text_ids(self.template_text(messages, thinking, add_prompt=True))
+
+    def action_ids(self, action, history, thinking=0):
+        """Returns the token ids of an action, which follow the whole prompt.
+
+        They are the sampled ids, if there are any and they decode to the action's text. Otherwise
+        they are those of the text, to which the end of a message is added.
+        """
+        text, ids = self.action_text(action, thinking), action.get("token_ids")
+        if ids and self.decode_to(ids, text):
+            return ids
+        if ids:
+            add_warning("messages or candidates have token_ids of another text, or a special token "
+                        "among them: their text is read", repr(text[:60]))
+        text = self.text_after_prompt(text, history, thinking)
+        if self.end in text:
+            text = text[:text.rindex(self.end)]
+        return self.text_ids(text + self.end)
+
+    def decode(self, ids):
+        """Returns the text of sampled ids, without those at which sampling stops."""
+        return self.tokenizer.decode([i for i in ids if i not in self.stop])
+
+    def opening(self, thinking):
+        """Returns "<think>" if the prompt opens a thought, which outputs continue, or ""."""
+        bare, prompt = (self.template_text(PROBE[:1], thinking, add) for add in (False, True))
+        thought = prompt.removeprefix(bare).rpartition("</think>")[2]
+        return "<think>" if "<think>" in thought else ""
+
+    def action_text(self, action, thinking):
+        """Returns an action's output; or its content, if it has no output or somebody edited it.
+
+        The content closes a thought that the prompt opens.
+        """
+        content = action.get("content", "")
+        if "output" in action and action["output"].strip().endswith(content.strip()):
+            return action["output"]
+        opening = self.opening(thinking)
+        if not opening:
+            return content
+        return content.removeprefix(opening) if "</think>" in content else "</think>" + content
+
+    def decode_to(self, ids, text):
+        """Returns whether sampled ids decode to a text, and sampling stops at none but the last."""
+        return (all(0 <= i < len(self.tokenizer) for i in ids) and not self.stop & {*ids[:-1]}
+                and self.decode(ids).strip() == text.strip())
+
+    def text_after_prompt(self, text, history, thinking):
+        """Returns what follows the prompt in the template's text of a dialogue that ends in `text`.
+
+        If the template writes another prompt there, or not the whole text (it may drop a thought),
+        returns the text itself.
+        """
+        prompt = self.template_text(history, thinking, add_prompt=True)
+        dialogue = [*history, {"role": "assistant", "content": text}]
+        written = self.template_text(dialogue, thinking, add_prompt=False)
+        if written.startswith(prompt) and self.plain_text(text.strip()) in written:
+            return written.removeprefix(prompt)
+        if text.startswith("<think>") and not thinking:  # the prompt may have closed an empty one
+            raise ValueError('a stored thought needs "meta": {"thinking": 1} in its record')
+        return self.plain_text(text)
+
+    def template_text(self, messages, thinking, add_prompt):
+        """Returns the template's text of a dialogue, on the day TODAY.
+
+        add_prompt: whether to append the generation prompt, which opens the assistant's next
+        message. ValueError if the template rejects the dialogue or leaves out a message, but for
+        its thought.
+        """
+        plain = [{"role": m["role"], "content": self.plain_text(m["content"])} for m in messages]
+        try:
+            text = self.tokenizer.apply_chat_template(
+                plain, chat_template=self.template, tokenize=False,
+                add_generation_prompt=add_prompt, enable_thinking=bool(thinking))
+        except Exception as e:  # a template is a program, which may raise any error
+            raise ValueError(str(e) or type(e).__name__) from e
+        for i, m in enumerate(plain, 1):
+            if m["content"].rpartition("</think>")[2].strip() not in text:
+                raise ValueError(f"it leaves out the content of message {i} of {len(plain)}, whose "
+                                 f"role is {m['role']}; use another template, or no such message")
+        return text
+
+    def plain_text(self, text):
+        """Returns a text with a space inside what would become a special token, like <|im_end|>.
+
+        Only the template writes these. Lone surrogates, which JSON may spell, become "?".
+        """
+        text = text.encode(errors="replace").decode()
+        return self.special.sub(lambda match: match[0][0] + " " + match[0][1:], text)
+
+    def text_ids(self, text):
+        """Returns the token ids of a text."""
+        return self.tokenizer(text, add_special_tokens=False)["input_ids"]
 
 
-def action_text(tokenizer, action, thinking):
-    """Returns an action's output; or its content, if it has no output or somebody edited it.
-
-    The content closes a thought that the prompt opens.
-    """
-    content = action.get("content", "")
-    if "output" in action and action["output"].strip().endswith(content.strip()):
-        return action["output"]
-    opening = think_prefix(tokenizer, thinking)
-    if not opening:
-        return content
-    return content.removeprefix(opening) if "</think>" in content else "</think>" + content
-
-
-def decode_to(tokenizer, ids, text):
-    """Returns whether sampled ids decode to a text, with no special token but the last."""
-    return (all(0 <= i < len(tokenizer) for i in ids)
-            and not special_ids(tokenizer) & {*ids[:-1]}
-            and decode(tokenizer, ids).strip() == text.strip())
-
-
-def text_after_prompt(tokenizer, text, history, thinking):
-    """Returns what follows the prompt in the template's text of a dialogue that ends in `text`.
-
-    If the template writes another prompt there, or not the whole text (it may drop a thought),
-    returns the text itself.
-    """
-    prompt = template_text(tokenizer, history, thinking, add_prompt=True)
-    dialogue = [*history, {"role": "assistant", "content": text}]
-    written = template_text(tokenizer, dialogue, thinking, add_prompt=False)
-    if written.startswith(prompt) and plain_text(tokenizer, text.strip()) in written:
-        return written.removeprefix(prompt)
-    if text.startswith("<think>") and not thinking:  # the prompt may have closed an empty thought
-        raise ValueError('a stored thought needs "meta": {"thinking": 1} in its record')
-    return plain_text(tokenizer, text)
-
-
-def template_text(tokenizer, messages, thinking, add_prompt):
-    """Returns the chat template's text of a dialogue, on the day TODAY.
-
-    thinking: 0 switches thinking off, if the template has `enable_thinking`. add_prompt: whether to
-    append the generation prompt, which opens the assistant's next message. ValueError if the
-    template rejects the dialogue or leaves out a message, but for its thought.
-    """
-    plain = [{"role": m["role"], "content": plain_text(tokenizer, m["content"])} for m in messages]
-    try:
-        text = tokenizer.apply_chat_template(
-            plain, chat_template=STRFTIME_NOW + tokenizer.get_chat_template(), tokenize=False,
-            add_generation_prompt=add_prompt, enable_thinking=bool(thinking))
-    except Exception as e:  # a template is a program, which may raise any error
-        raise ValueError(str(e) or type(e).__name__) from e
-    for i, m in enumerate(plain, 1):
-        if m["content"].rpartition("</think>")[2].strip() not in text:
-            raise ValueError(f"it leaves out the content of message {i} of {len(plain)}, whose "
-                             f"role is {m['role']}; use another template, or no such message")
-    return text
-
-
-def plain_text(tokenizer, text):
-    """Returns a text with a space inside whatever would become a special token such as <|im_end|>.
-
-    Only the template writes these. Lone surrogates, which JSON may spell, become "?".
-    """
-    text = text.encode(errors="replace").decode()
-    tokens = added_tokens(tokenizer, special_only=True)
-    return tokens.sub(lambda match: match[0][0] + " " + match[0][1:], text)
-
-
-@functools.cache
-def added_tokens(tokenizer, special_only):
-    """Returns a regex that matches the tokens that were added to a tokenizer's vocabulary."""
-    texts = [token.content for token in tokenizer.added_tokens_decoder.values()
-             if len(token.content.strip()) > 1 and (token.special or not special_only)]
-    longest_first = sorted(texts, key=len, reverse=True)
+def any_of(tokens):
+    """Returns a regex that matches these texts of tokens, but those of a single character."""
+    longest_first = sorted((t for t in tokens if len(t.strip()) > 1), key=len, reverse=True)
     return re.compile("|".join(map(re.escape, longest_first)) or "(?!)")
-
-
-def text_ids(tokenizer, text):
-    """Returns the packed ids of a text."""
-    return packed(tokenizer(text, add_special_tokens=False)["input_ids"])
-
-
-@functools.cache
-def end_of_message(tokenizer):
-    """Returns the end of an assistant's message: template text up to an added token, else EOS."""
-    text = template_text(tokenizer, PROBE, thinking=0, add_prompt=False)
-    after = text.rpartition(MARK)[2]
-    if found := added_tokens(tokenizer, special_only=False).search(after):
-        return after[:found.end()]
-    return tokenizer.eos_token
-
-
-@functools.cache
-def think_prefix(tokenizer, thinking=0):
-    """Returns "<think>" if the generation prompt opens a thought, which outputs continue, or "".
-
-    Fails if the template has no generation prompt although a header, such as <|assistant|>, begins
-    an assistant's message: the model would have to guess it.
-    """
-    bare = template_text(tokenizer, PROBE[:1], thinking, add_prompt=False)
-    prompt = template_text(tokenizer, PROBE[:1], thinking, add_prompt=True)
-    text = template_text(tokenizer, PROBE, thinking=0, add_prompt=False)
-    header = text.removeprefix(prompt).partition(MARK)[0]
-    if prompt == bare and header.strip():
-        fail(f"this --model's chat template has no generation prompt: add {header!r}")
-    opened = "<think>" in prompt.removeprefix(bare).rpartition("</think>")[2]
-    return "<think>" if opened else ""
-
-
-@functools.cache
-def special_ids(tokenizer):
-    """Returns {id of each special token and a message's end}, but not those around a thought."""
-    end = ord(text_ids(tokenizer, end_of_message(tokenizer))[-1])
-    return {end} | {i for i, token in tokenizer.added_tokens_decoder.items() if token.special
-            and not THOUGHT_START.fullmatch(token.content)
-            and not THOUGHT_END.fullmatch(token.content)}
-
-
-def decode(tokenizer, ids):
-    """Returns the text of sampled ids, without special_ids."""
-    return tokenizer.decode([i for i in ids if i not in special_ids(tokenizer)])
-
-
-def stop_ids(tokenizer, folder):
-    """Returns {token id} that end a sampled message: end_ids, and every other special token.
-
-    A message is shown without them, so nothing after the first of them may count.
-    """
-    return end_ids(tokenizer, folder) | special_ids(tokenizer)
-
-
-def end_ids(tokenizer, folder):
-    """Returns {token id} by which a model ends a message: end_of_message's last, and every EOS."""
-    ids = {ord(text_ids(tokenizer, end_of_message(tokenizer))[-1]), tokenizer.eos_token_id}
-    for name in "config.json", "generation_config.json":
-        path = Path(folder, name)
-        eos = json.loads(path.read_bytes()).get("eos_token_id") if path.exists() else None
-        ids.update(eos if isinstance(eos, list) else [eos])
-    return {i for i in ids if i is not None and 0 <= i < len(tokenizer)}
 
 
 # --- saving ---------------------------------------------------------------------------------------
 
-def save(model, tokenizer, out):
+def save(model, chat, out):
     """Writes a Hugging Face folder: weights in model.dtype, and all ids that end a message."""
     options = StateDictOptions(full_state_dict=True, cpu_offload=True)
     state = get_model_state_dict(model.lm, options=options)  # empty on ranks other than 0
@@ -1019,12 +1001,11 @@ def save(model, tokenizer, out):
     # tied weights once; buffers keep their dtype
     weights = {name: state[name].to(model.dtype) for name, _ in lm.named_parameters()}
     buffers = {name: state[name] for name, _ in lm.named_buffers() if name in state}
-    ends = sorted(end_ids(tokenizer, lm.name_or_path))
-    lm.generation_config = GenerationConfig(eos_token_id=ends)
+    lm.generation_config = GenerationConfig(eos_token_id=sorted(chat.end_ids))
     lm.save_pretrained(out, state_dict=weights | buffers)
     lm.config.dtype = model.dtype  # of the weights in the files, not of those in training
     lm.config.save_pretrained(out)
-    tokenizer.save_pretrained(out)
+    chat.tokenizer.save_pretrained(out)
 
 
 # --- checkpoints ----------------------------------------------------------------------------------

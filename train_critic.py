@@ -151,7 +151,7 @@ def train(args, log, trajectories, ref_turn_of, device):
     tasks = sorted({content_hash(t.record["task"]) for t in trajectories if t.task in train_tasks})
     n_pairs = sum(len(pairs) for _, pairs in groups)
     say(f"{n_pairs} pairs, {len(batches)} steps")
-    model, tokenizer = load(args.model, device, args.dtype, args, train=True)
+    model, chat = load(args.model, device, args.dtype, args, train=True)
     ref_logps = reference_logps(model, ref_turn_of, args.tree_tokens)
     optimizer = make_optimizer(model, args.lr)
     load_checkpoint(model, optimizer, args.out, log.step)
@@ -177,7 +177,7 @@ def train(args, log, trajectories, ref_turn_of, device):
         if (step + 1) % args.save_every == 0:
             save_checkpoint(model, optimizer, args.out, step + 1)
 
-    save(model, tokenizer, args.out)
+    save(model, chat, args.out)
     log.finish()
     return model, ref_logps
 

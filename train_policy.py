@@ -222,7 +222,7 @@ LOSSES = {
 def train(args, log, trajectories, device):
     """Trains a policy, and saves it in --out."""
     batch_loss = LOSSES[args.loss]
-    model, tokenizer = load(args.model, device, args.dtype, args, train=True)
+    model, chat = load(args.model, device, args.dtype, args, train=True)
     ref_logps = candidate_logps(args, trajectories, model)
     groups, held_out = from_rank_0(lambda: make_pairs(args, trajectories, ref_logps))
     batches = all_batches(groups, args.batch_size, args.epochs, args.seed)
@@ -256,7 +256,7 @@ def train(args, log, trajectories, device):
         if (step + 1) % args.save_every == 0:
             save_checkpoint(model, optimizer, args.out, step + 1)
 
-    save(model, tokenizer, args.out)
+    save(model, chat, args.out)
     log.finish()
 
 

@@ -175,14 +175,15 @@ def dialogue(*contents):
     return [{"role": ("user", "assistant")[i % 2], "content": c} for i, c in enumerate(contents)]
 
 
-def turns_of(tokenizer, record):
+def turns_of(chat, record):
     """The [Turn] of the assistant messages in a record, in order."""
     import model  # slow to load
     thinking = record.get("meta", {}).get("thinking", 0)
     turns = []
     for history, actions in model.turn_actions(record):
-        action = model.action_ids(tokenizer, actions[0], history, thinking)
-        turns.append(model.Turn(model.packed(model.render(tokenizer, history, thinking)), action))
+        prompt = chat.prompt_ids(history, thinking)
+        action = chat.action_ids(actions[0], history, thinking)
+        turns.append(model.Turn(model.packed(prompt), model.packed(action)))
     return turns
 
 

@@ -250,7 +250,7 @@ def human_plan(flags):
     for name in ("--price_in", "--price_out"):
         p.add_argument(name, type=float, default=0.0)
     args = p.parse_args(flags)
-    tokenizer = find_model(args.human_model)[1]
+    tokenizer = find_model(args.human_model)[1].tokenizer
 
     def count(text):
         return len(tokenizer(text, add_special_tokens=False)["input_ids"])

@@ -96,7 +96,7 @@ def test_plan_tells_the_memory_of_trees_alone(kind, own, supports_trees):
 
 def test_plan_tells_the_tokens_of_an_llm_human_to_5_percent(tiny_dir):
     """From every other episode of a collection, whose server counts what it receives and sends."""
-    tokenizer, sizes = find_model(tiny_dir)[1], []
+    tokenizer, sizes = find_model(tiny_dir)[1].tokenizer, []
 
     def reply(path, body):
         prompt = tokenizer.apply_chat_template(body["messages"], add_generation_prompt=True)

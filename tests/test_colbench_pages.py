@@ -290,7 +290,7 @@ def test_episodes_are_pages_shown_to_a_human_who_sees_both(tmp_path, renderer):
     right, told = task["ground_truth"], "Welcome to our store"
     task["ground_truth"] += f"\n{told}"  # a line of the reference, and no secret: it is seen
     other = re.sub(r'(<header class="bg-)\w+-', r"\1orange-", right)
-    tokenizer, outputs = M.find_model(base)[1], [
+    tokenizer, outputs = M.find_model(base)[1].tokenizer, [
         "I have no page yet", f"Let me see. OUTPUT: {other}", f"OUTPUT: the same: {right}",
         "Good luck"]
 

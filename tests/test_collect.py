@@ -6,6 +6,7 @@ import shutil
 import statistics
 import sys
 from collections import Counter
+from contextlib import nullcontext
 from itertools import chain
 from pathlib import Path
 
@@ -64,16 +65,16 @@ def test_actions_that_max_tokens_cut_are_marked_and_counted(tasks, tiny_dir, tmp
 def test_special_tokens_around_a_thought_end_no_message(start, end, tiny_dir):
     """The human reads what follows the thought, and the trainers read all tokens."""
     p, r = runner(tiny_dir, "--max_turns", 1), random.Random(0)
-    p.tokenizer = M.find_model(tiny_dir)[1]
-    p.tokenizer.add_tokens([start, end], special_tokens=True)
-    p.stop = M.stop_ids(p.tokenizer, tiny_dir)
-    marks = p.tokenizer.convert_tokens_to_ids([start, end])
-    words = [i for word, i in p.tokenizer.get_vocab().items()
+    tokenizer = M.find_model(tiny_dir)[1].tokenizer
+    tokenizer.add_tokens([start, end], special_tokens=True)
+    p.chat = M.Chat(tokenizer, tiny_dir)
+    marks = tokenizer.convert_tokens_to_ids([start, end])
+    words = [i for word, i in tokenizer.get_vocab().items()
              if word.strip("\u0120").isalpha() and word not in ("OUTPUT", "ANSWER")]
-    assert p.stop == {*p.tokenizer.all_special_ids} - {*marks}
+    assert p.chat.stop == {*tokenizer.all_special_ids} - {*marks}
     for _ in range(100):
         thought, said = r.choices(words, k=r.randrange(9)), r.choices(words, k=r.randrange(1, 9))
-        ids = [marks[0], *thought, marks[1], *said, r.choice([*p.stop])]
+        ids = [marks[0], *thought, marks[1], *said, r.choice([*p.chat.stop])]
 
         async def engine(prompt, keys, max_new):
             return [(ids, [-1.0] * len(ids))]
@@ -81,8 +82,8 @@ def test_special_tokens_around_a_thought_end_no_message(start, end, tiny_dir):
         task = {"id": "a", "problem_description": "p", "ground_truth": "g"}
         record = asyncio.run(p.run_episode(task, 0))
         message = record["dialogue_history"][1]
-        assert message["content"] == p.tokenizer.decode(said).strip() and "cut" not in message
-        ((_, action),) = turns_of(p.tokenizer, {"task": task, **record})
+        assert message["content"] == tokenizer.decode(said).strip() and "cut" not in message
+        ((_, action),) = turns_of(p.chat, {"task": task, **record})
         assert [*map(ord, action)] == ids
 
 
@@ -117,16 +118,16 @@ def runner(tiny_dir, *flags):
 def without_models(*flags):
     """An EpisodeRunner as it is before models are loaded."""
     unloaded = collect.EpisodeRunner(collect.get_args([*map(str, flags)]))
-    unloaded.load_tokenizer()
+    unloaded.load_chat()
     return unloaded
 
 
-def prompt_of_first(record, tokenizer):
-    return M.render(tokenizer, record["dialogue_history"][:1])
+def prompt_of_first(record, chat):
+    return chat.prompt_ids(record["dialogue_history"][:1])
 
 
 def prompt_of(runner, text):
-    return M.render(runner.tokenizer, dialogue(text))
+    return runner.chat.prompt_ids(dialogue(text))
 
 
 def sample(runner, prompt, draws):
@@ -137,7 +138,7 @@ def sample(runner, prompt, draws):
 
 def test_a_message_that_ends_with_its_last_allowed_token_is_whole(tiny_dir):
     p = runner(tiny_dir, "--max_tokens", 3, "--candidates", 2)
-    end, most = min(p.stop), []
+    end, most = min(p.chat.stop), []
 
     async def engine(prompt, keys, max_new):
         most.append(max_new)
@@ -153,7 +154,7 @@ def test_a_message_that_ends_with_its_last_allowed_token_is_whole(tiny_dir):
 def test_the_engine_stops_at_the_limit_or_at_an_end(tiny_dir):
     """An end that is the last allowed token is sampled, too: some messages end exactly there."""
     p = runner(tiny_dir, "--max_tokens", 2)
-    p.engine.stop = {*range(0, p.tokenizer.vocab_size, 2)}  # every second token ends a message
+    p.engine.stop = {*range(0, p.chat.tokenizer.vocab_size, 2)}  # every second token ends a message
     drawn = [ids for ids, _ in sample(p, prompt_of(p, "write f"), [(0, j) for j in range(60)])]
     ends = [ids[-1] in p.engine.stop for ids in drawn]
     assert all(len(ids) == 1 for ids, end in zip(drawn, ends) if ids[0] in p.engine.stop)
@@ -163,10 +164,10 @@ def test_the_engine_stops_at_the_limit_or_at_an_end(tiny_dir):
 
 def test_an_episode_counts_the_tokens_that_it_costs(tasks, episodes, tiny_dir, playing, tmp_path):
     """Those of messages that --best_of does not send, too, and of episodes that fail."""
-    tokenizer = M.find_model(tiny_dir)[1]
+    chat = M.find_model(tiny_dir)[1]
 
     def cost(record):
-        turns = turns_of(tokenizer, record)
+        turns = turns_of(chat, record)
         ids = [[len(a["token_ids"]) for a in m["candidates"]] for m in agent_messages(record)]
         return {"agent_prompt_tokens": sum(len(prompt) for prompt, _ in turns),
                 "agent_completion_tokens": sum(len(action) for _, action in turns),
@@ -182,7 +183,7 @@ def test_an_episode_counts_the_tokens_that_it_costs(tasks, episodes, tiny_dir, p
     (tmp_path / "human.py").write_text("def reply(task, history):\n    raise ValueError('busy')\n")
     flags = ["--best_of", 4, "--max_tokens", 40, "--critic", tmp_path / "critic.py"]
     (r,), said, _ = playing(tasks[:1], *flags, "--max_turns", 1)
-    drawn = sample(runner(tiny_dir, "--max_tokens", 40), prompt_of_first(r, tokenizer),
+    drawn = sample(runner(tiny_dir, "--max_tokens", 40), prompt_of_first(r, chat),
                    [(0, r["task"]["id"], 0, 0, j) for j in range(4)])
     assert r["usage"]["agent_completion_tokens"] == sum(len(ids) for ids, _ in drawn)
     assert len({len(ids) for ids, _ in drawn}) > 1
@@ -242,8 +243,8 @@ def test_best_of_sends_the_critics_favourite(ref_reads, thinking, tasks, rewarde
     history = dialogue(task["problem_description"])
     hidden = f"Hidden reference:\n{task['ground_truth']}\n\n{history[0]['content']}"
     pi, pi_ref = (M.load(path)[0] for path in (critic, base))
-    prompts = {"agent": M.render(p.tokenizer, history, thinking),
-               "hidden": M.render(p.tokenizer, dialogue(hidden), thinking)}
+    prompts = {"agent": p.chat.prompt_ids(history, thinking),
+               "hidden": p.chat.prompt_ids(dialogue(hidden), thinking)}
     for turn in range(6):
         key = (0, task["id"], 0, turn)
         drawn = sample(p, prompts["agent"], [(*key, j) for j in range(5)])
@@ -653,11 +654,11 @@ def test_a_dialogue_longer_than_the_models_context_ends_unanswered(tasks, tiny_d
 def test_a_dialogue_longer_than_the_models_context_gets_candidates_as_far_as_it_fits(
         episodes, tiny_dir, tmp_path, playing):
     base, r = shutil.copytree(tiny_dir, tmp_path / "base"), random.Random(0)
-    tokenizer, n_without = M.find_model(tiny_dir)[1], []
+    chat, n_without = M.find_model(tiny_dir)[1], []
     for given in episodes:
         for message in agent_messages(given):
             message["candidates"] = [{"output": "old"}]
-    prompts = {key_of(e): [len(prompt) for prompt, _ in turns_of(tokenizer, e)] for e in episodes}
+    prompts = {key_of(e): [len(prompt) for prompt, _ in turns_of(chat, e)] for e in episodes}
     for room in [0, *(r.choice(sum(prompts.values(), [])) for _ in range(4))]:
         change_json(base / "config.json", max_position_embeddings=room + 1)
         got, _, end = playing(episodes, "--model", base, "--candidates", 1, "--max_tokens", 2)
@@ -670,18 +671,25 @@ def test_a_dialogue_longer_than_the_models_context_gets_candidates_as_far_as_it_
     assert len({*n_without}) > 2
 
 
-def test_a_template_without_a_generation_prompt_is_refused(tiny_dir):
-    chatml = ("{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n"
-              "{% endfor %}")
-    mistral = ("{% for m in messages %}{% if m['role'] == 'user' %}[INST] {{ m['content'] }} "
-               "[/INST]{% else %} {{ m['content'] }}</s>{% endif %}{% endfor %}")
-    tokenizer = M.find_model(tiny_dir)[1]
-    tokenizer.chat_template = mistral
-    M.think_prefix(tokenizer)  # it needs none
-    tokenizer.chat_template = chatml
-    M.think_prefix.cache_clear()
-    with pytest.raises(SystemExit, match="no generation prompt.*<.im_start.>assistant"):
-        M.think_prefix(tokenizer)
+CHATML = ("{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n"
+          "{% endfor %}")
+MISTRAL = ("{% for m in messages %}{% if m['role'] == 'user' %}[INST] {{ m['content'] }} "
+           "[/INST]{% else %} {{ m['content'] }}</s>{% endif %}{% endfor %}")
+
+
+@pytest.mark.parametrize("template, eos, why", [
+    (MISTRAL, "<|end|>", None),  # it needs no generation prompt
+    (CHATML, "<|end|>", "no generation prompt: add '<.im_start.>assistant"),
+    (MISTRAL, None, "no added token ends a message, and there is no EOS")])
+def test_a_template_that_leaves_the_start_or_end_of_a_message_open_is_refused(
+        template, eos, why, tiny_dir, tmp_path):
+    """By all that load a model, at the start."""
+    _, chat, config = M.find_model(tiny_dir)
+    chat.tokenizer.chat_template, chat.tokenizer.eos_token = template, eos
+    for part in chat.tokenizer, config:
+        part.save_pretrained(tmp_path)
+    with pytest.raises(SystemExit, match=why) if why else nullcontext():
+        M.find_model(str(tmp_path))
 
 
 LEAVES_OUT = {  # what a template does not show: (a change of tiny's template, how it is said)

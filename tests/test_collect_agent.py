@@ -19,7 +19,7 @@ from utils import rng
 
 @pytest.fixture(autouse=True)
 def no_model_is_touched(monkeypatch):
-    for name in ("find_model", "load_lm", "weights_digest", "think_prefix"):
+    for name in ("find_model", "load_lm", "weights_digest"):
         monkeypatch.setattr(collect, name, lambda *_, **__: pytest.fail("a model was read"))
 
 

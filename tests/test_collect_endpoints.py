@@ -258,13 +258,13 @@ def test_flaky_servers_lose_no_episode_and_nothing_is_made_up(temperature, tiny_
     again = sorted(playing(tasks, *flags)[0], key=key_of)
     assert got == again  # each draw has a seed of its own
     assert [*map(key_of, got)] == sorted((t["task"]["id"], i) for t in tasks for i in range(2))
-    tokenizer = M.find_model(tiny_dir)[1]
+    chat_of_model = M.find_model(tiny_dir)[1]
     bodies = [body for _, body, _ in server.seen if "prompt" in body]
     assert all(b["temperature"] == temperature and b["top_p"] == top_p for b in bodies)
     stop, seeds = bodies[0]["stop_token_ids"], set()
     for r in got:
         history = r["dialogue_history"]
-        turns = turns_of(tokenizer, {"dialogue_history": history})
+        turns = turns_of(chat_of_model, {"dialogue_history": history})
         for n, (m, (prompt, action)) in enumerate(zip(history[1::2], turns)):
             seed = rng(0, *key_of(r), n, 0).getrandbits(31)
             ids = [*map(ord, prompt)]
@@ -320,7 +320,7 @@ def test_the_bodies_of_requests_have_these_fields_and_no_others(tasks, tiny_dir,
     playing(tasks[:1], *flags, "--engine", server.url, "--max_tokens", 12, "--candidates", 2,
             "--temperature", 0.7)
     playing(tasks[:1], *flags, "--agent", server.url, "--max_tokens", 55)
-    stop = sorted(M.stop_ids(M.find_model(tiny_dir)[1], Path(tiny_dir)))
+    stop = sorted(M.find_model(tiny_dir)[1].stop)
     (engine, human, *_), (agent,) = ([body for _, body, _ in server.seen[i:j]]
                                      for i, j in ((0, 2), (-3, -2)))
     assert engine.pop("prompt") and 0 <= engine.pop("seed") < 2 ** 31

@@ -36,10 +36,10 @@ def check(got, tiny_dir, tasks):
 
     Rounding may take one token more or less into the nucleus.
     """
-    lm, tokenizer = M.load_lm(tiny_dir, "cpu")
+    lm, chat = M.load_lm(tiny_dir, "cpu")
     assert sorted(map(key_of, got)) == sorted((t["task"]["id"], i) for t in tasks for i in range(2))
     for r in got:
-        turns = [[[*map(ord, text)] for text in turn] for turn in turns_of(tokenizer, r)]
+        turns = [[[*map(ord, text)] for text in turn] for turn in turns_of(chat, r)]
         for m, (prompt, action) in zip(colbench.agent_messages(r), turns):
             assert action == m["token_ids"] and len(m["candidates"]) == 2
             logits = lm(torch.tensor([[*prompt, *action]])).logits[0, len(prompt) - 1:-1] / 0.7
@@ -57,7 +57,7 @@ def served(tiny_dir, tasks, tmp_path_factory):
     A task is too long for the context. The human's replies are made to end.
     """
     long = {**tasks[0]["task"], "id": "long", "problem_description": "one word more " * 900}
-    eos = M.find_model(tiny_dir)[1].eos_token_id
+    eos = M.find_model(tiny_dir)[1].tokenizer.eos_token_id
     params = json.dumps({"max_tokens": 400, "min_tokens": 20, "logit_bias": {eos: 100}})
     human = ["--human_params", f"'{params}'", "--human", "$1"]
     local = ["--model", tiny_dir, *PLAY]

@@ -62,15 +62,13 @@ def some_episodes(seed, n=12):
 @pytest.mark.parametrize("flags", [[], ["--pairs_per_turn", 2, "--seed", 1],
                                    ["--logprob_weight", 0.2, "--pairs_per_turn", 1]])
 def test_its_pairs_are_those_that_the_trainer_draws(flags, tiny_dir):
-    given, (model, tokenizer) = some_episodes(0, n=20), M.load(tiny_dir)
-    end = M.text_ids(tokenizer, M.end_of_message(tokenizer))
+    given, (model, chat) = some_episodes(0, n=20), M.load(tiny_dir)
     for record in given:
         for history, actions in turn_actions(record):
-            prompt = M.packed(M.render(tokenizer, history))
+            prompt = M.packed(chat.prompt_ids(history))
             for x in actions:
-                ids = M.text_ids(tokenizer, x["output"]) + ("" if "cut" in x else end)
-                x["token_ids"] = [*map(ord, ids)]
-                turn = M.Turn(prompt, ids)
+                x["token_ids"] = chat.text_ids(x["output"] + ("" if "cut" in x else chat.end))
+                turn = M.Turn(prompt, M.packed(x["token_ids"]))
                 x["logprob"] = M.score(model, [turn], 9999)[turn].sum().item()
     flags = [*map(str, flags)]
     groups, held_out = read_by(given, train_policy, "--model", tiny_dir, *flags)

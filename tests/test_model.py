@@ -287,7 +287,7 @@ def save_strong(kind, own, tokenizer, out):
 @pytest.mark.parametrize("name", SLOW)
 def test_what_is_no_tree_is_computed_turn_by_turn(name, tmp_path, tiny_dir, capsys):
     """Values and gradients; in 16 bits the same is chosen. One line tells it."""
-    tokenizer, turns = M.find_model(tiny_dir)[1], some_turns()
+    tokenizer, turns = M.find_model(tiny_dir)[1].tokenizer, some_turns()
     path = save_strong(name, SLOW[name], tokenizer, tmp_path)
     model, _ = M.load(path)
     plain = AutoModelForCausalLM.from_pretrained(path, attn_implementation="eager")
@@ -303,22 +303,23 @@ def test_what_is_saved_is_loaded_also_by_transformers(family, tmp_path, tiny_dir
     """Without our code. Gemma computes some of its weights, files hold experts one by one, and
     DeepSeek has a persistent buffer. All are computed as trees, also in 16 bits.
     """
-    path, turns = save_strong(*FAMILIES[family], M.find_model(tiny_dir)[1], tmp_path), some_turns()
-    model, tokenizer = M.load(path)
+    tokenizer, turns = M.find_model(tiny_dir)[1].tokenizer, some_turns()
+    path = save_strong(*FAMILIES[family], tokenizer, tmp_path)
+    model, chat = M.load(path)
     out = str(tmp_path / "saved")
-    M.save(model, tokenizer, out)
-    again, tokenizer_again = M.load(out)
+    M.save(model, chat, out)
+    again, chat_again = M.load(out)
     assert all(lm.supports_trees for lm in (model, again, M.load(path, dtype="bf16")[0]))
     logps = by_tree(model, turns)
     assert all(map(torch.equal, logps, by_tree(again, turns)))
     theirs = separate(AutoModelForCausalLM.from_pretrained(out), turns)
     assert all((a - b).abs().max() < 1e-4 for a, b in zip(logps, theirs, strict=True))
-    M.save(M.load(path, dtype="bf16")[0].float(), tokenizer, out)  # in training it is in fp32
+    M.save(M.load(path, dtype="bf16")[0].float(), chat, out)  # in training it is in fp32
     saved = weights(out)["model.embed_tokens.weight"]
     assert saved.dtype == AutoModelForCausalLM.from_pretrained(out).dtype == torch.bfloat16
     trained = M.load(out, dtype="bf16", train=True)[0]
     assert {p.dtype for p in trained.parameters()} == {torch.float32}
-    ids = [turns_of(t, record) for t in (tokenizer, tokenizer_again) for record in demos(2)]
+    ids = [turns_of(c, record) for c in (chat, chat_again) for record in demos(2)]
     assert ids[:2] == ids[2:]
 
 
@@ -340,14 +341,15 @@ def test_a_message_ends_at_every_eos_of_the_base_and_at_the_templates_end(tmp_pa
     base, out = tmp_path / "base", str(tmp_path / "out")
     change_json(base / "config.json", eos_token_id=-1)
     change_json(base / "generation_config.json", eos_token_id=[7, 2, 9])
-    model, tokenizer = M.load(str(base))
-    tokenizer.eos_token = None
-    assert M.end_ids(tokenizer, base) == {2, 7, 9}
-    M.save(model, tokenizer, out)
+    model, chat = M.load(str(base))
+    chat.tokenizer.eos_token = None
+    chat = M.Chat(chat.tokenizer, base)
+    assert chat.end_ids == {2, 7, 9}
+    M.save(model, chat, out)
     assert GenerationConfig.from_pretrained(out).eos_token_id == [2, 7, 9]
     os.remove(base / "generation_config.json")
     os.remove(f"{out}/generation_config.json")
-    M.save(model, tokenizer, out)
+    M.save(model, M.Chat(chat.tokenizer, base), out)
     assert GenerationConfig.from_pretrained(out).eos_token_id == [2]
 
 
@@ -356,15 +358,18 @@ def test_each_place_of_an_end_counts_alone_and_a_saved_model_has_them_all(tmp_pa
     base, out = shutil.copytree(tiny_dir, tmp_path / "base"), str(tmp_path / "out")
     change_json(base / "config.json", eos_token_id=[11, 12])
     change_json(base / "generation_config.json", eos_token_id=7)
-    model, tokenizer = M.load(str(base))
+    model, chat = M.load(str(base))
+    tokenizer = chat.tokenizer
     tokenizer.eos_token = tokenizer.convert_ids_to_tokens(9)
     template_end = tokenizer.convert_tokens_to_ids("<|end|>")
     everywhere = {11, 12, 7, 9, template_end}
-    assert M.end_ids(tokenizer, base) == everywhere and len(everywhere) == 5
-    M.save(model, tokenizer, out)
+    chat = M.Chat(tokenizer, base)
+    assert chat.end_ids == everywhere and len(everywhere) == 5
+    M.save(model, chat, out)
     assert {*GenerationConfig.from_pretrained(out).eos_token_id} == everywhere
-    assert M.end_ids(tokenizer, out) == everywhere
-    assert M.stop_ids(tokenizer, out) == everywhere | {*tokenizer.all_special_ids}
+    again = M.Chat(tokenizer, out)
+    assert again.end_ids == everywhere and again.decode(everywhere) == ""
+    assert again.stop == everywhere | {*tokenizer.all_special_ids}
 
 
 @pytest.mark.parametrize("size", [40, 9 << 20])

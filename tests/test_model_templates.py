@@ -13,6 +13,7 @@ from tokenizers import (AddedToken, Tokenizer, decoders, models, pre_tokenizers,
 from transformers import PreTrainedTokenizerFast
 
 import model as M
+from colbench import read_action
 from conftest import dialogue, plain_ids, turns_of as turns_in_record
 
 # The documented formats. name: (control tokens, the beginning of text first; template; end of turn)
@@ -90,12 +91,17 @@ def tokenizer_of(name, size=0):
     return tokenizer
 
 
+def chat_of(tokenizer):
+    return M.Chat(tokenizer, "no folder")
+
+
 # --- what is written ------------------------------------------------------------------------------
 
 @pytest.mark.parametrize("name", TEMPLATES)
 def test_a_stored_message_follows_the_prompt_and_ends_as_the_template_ends_it(name):
     """Control tokens that messages spell stay text."""
     tokenizer, random_ = tokenizer_of(name, 400), random.Random(name)
+    chat = chat_of(tokenizer)
     control, _, end = TEMPLATES[name]
     special = set(tokenizer.convert_tokens_to_ids(control))
     for _ in range(60):
@@ -103,9 +109,9 @@ def test_a_stored_message_follows_the_prompt_and_ends_as_the_template_ends_it(na
         for t in (1, 3):
             history, thinking = dialogue(*said[:t]), random_.randrange(2)
             plain = dialogue(*["x"] * t)
-            prompt, of_plain = (M.render(tokenizer, h, thinking) for h in (history, plain))
+            prompt, of_plain = (chat.prompt_ids(h, thinking) for h in (history, plain))
             message = {"role": "assistant", "content": said[t]}
-            action = [*map(ord, M.action_ids(tokenizer, message, history, thinking))]
+            action = chat.action_ids(message, history, thinking)
             count = lambda ids: sum(i in special for i in ids)
             assert count(prompt) == count(of_plain) and count(action) == 1
             assert action[-1] == tokenizer.convert_tokens_to_ids(end)
@@ -124,10 +130,11 @@ def test_a_stored_message_follows_the_prompt_and_ends_as_the_template_ends_it(na
 def test_a_lone_surrogate_becomes_a_question_mark():
     """Tokenizers can't encode it, but JSON may spell it; a pair of them is one character."""
     tokenizer = tokenizer_of("llama3")
+    chat = chat_of(tokenizer)
     history = dialogue(json.loads(r'"a\ud800 \ud83d\ude42"'))
-    assert "a? 🙂<|eot_id|>" in tokenizer.decode(M.render(tokenizer, history))
-    ids = M.action_ids(tokenizer, {"output": "\udc00b"}, history)
-    assert tokenizer.decode([*map(ord, ids)]) == "?b<|eot_id|>"
+    assert "a? 🙂<|eot_id|>" in tokenizer.decode(chat.prompt_ids(history))
+    ids = chat.action_ids({"output": "\udc00b"}, history)
+    assert tokenizer.decode(ids) == "?b<|eot_id|>"
 
 
 STORED = {"content": "the fee?"}
@@ -189,8 +196,9 @@ DROPS = {  # templates that leave out messages, or none
 def test_a_dialogue_of_which_the_template_leaves_out_a_message_is_refused(name):
     """The oracle is the text by transformers alone. The agent or the critic would not read it."""
     tokenizer, random_ = tokenizer_of("qwen3"), random.Random(name)
+    chat, seen = chat_of(tokenizer), set()
     tokenizer.chat_template = DROPS[name]
-    seen = set()
+    chat.template = M.STRFTIME_NOW + DROPS[name]
     for _ in range(60):
         roles = random_.choices(["system", "user", "assistant"], k=random_.randrange(1, 6))
         history = [{"role": role, "content": f"zebra{i}."} for i, role in enumerate(roles)]
@@ -200,16 +208,17 @@ def test_a_dialogue_of_which_the_template_leaves_out_a_message_is_refused(name):
         if lost:
             why = f"message {lost[0] + 1} of {len(roles)}, whose role is {roles[lost[0]]};"
             with pytest.raises(ValueError, match=f"it leaves out the content of {why}"):
-                M.render(tokenizer, history)
+                chat.prompt_ids(history)
         else:
-            assert M.template_text(tokenizer, history, 0, False) == text
+            assert chat.template_text(history, 0, False) == text
     assert seen == {"none": {False}, "texts": {True}}.get(name.partition(",")[0], {False, True})
 
 
 def turns_of(tokenizer, history, thinking=0):
     """With prompts and actions as lists of ids."""
     record = {"dialogue_history": history, "meta": {"thinking": thinking}}
-    return [[[*map(ord, text)] for text in turn] for turn in turns_in_record(tokenizer, record)]
+    turns = turns_in_record(chat_of(tokenizer), record)
+    return [[[*map(ord, text)] for text in turn] for turn in turns]
 
 
 PLAIN = dialogue("write f(x): the price", "what is the fee?", "fee=3",
@@ -225,7 +234,7 @@ def test_later_prompts_extend_earlier_turns(name):
         prompt = prompt[:-len(tokenizer("<think>\n\n</think>\n\n")["input_ids"])]
     assert later[:len(prompt) + len(action)] == prompt + action
     end = tokenizer.convert_tokens_to_ids(TEMPLATES[name][2])
-    assert end in M.stop_ids(tokenizer, "no folder")
+    assert end in chat_of(tokenizer).stop
 
 
 def test_a_thought_is_said_once_as_an_action():
@@ -238,6 +247,30 @@ def test_a_thought_is_said_once_as_an_action():
     (prompt, action), (later, last) = ([[i for i in ids if i in marks] for ids in turn]
                                        for turn in turns_of(tokenizer, history, 1))
     assert action == marks and not prompt and not later and last == marks  # an empty one
+
+
+def test_the_channels_of_gpt_oss_are_parts_of_one_message():
+    """The human reads the last channel, and the trainers all tokens."""
+    tokenizer, history = tokenizer_of("qwen3"), dialogue("write f")
+    marks = ["<|start|>", "<|channel|>", "<|message|>", "<|end|>"]
+    tokenizer.add_tokens([*marks, "<|call|>", "<|return|>"], special_tokens=True)
+    tokenizer.eos_token = "<|return|>"
+    tokenizer.chat_template = (
+        "{% for m in messages %}<|start|>{{ m['role'] }}"
+        "{% if m['role'] == 'assistant' %}<|channel|>final{% endif %}<|message|>{{ m['content'] }}"
+        "{% if m['role'] == 'assistant' and loop.last and not add_generation_prompt %}<|return|>"
+        "{% else %}<|end|>{% endif %}{% endfor %}"
+        "{% if add_generation_prompt %}<|start|>assistant{% endif %}")
+    chat = chat_of(tokenizer)
+    ends = tokenizer.convert_tokens_to_ids(["<|call|>", "<|return|>"])
+    assert chat.stop >= {*ends} and not chat.stop & {*tokenizer.convert_tokens_to_ids(marks)}
+    said = "<|channel|>final<|message|>the fee<|return|>"
+    ids = chat.text_ids("<|channel|>analysis<|message|>why<|end|><|start|>assistant" + said)
+    output = chat.decode(ids)
+    assert read_action(output, last=False) == ("the fee", None)
+    sampled = {"content": "the fee", "output": output, "token_ids": ids}
+    assert chat.action_ids(sampled, history) == ids
+    assert chat.action_ids({"content": "the fee"}, history) == chat.text_ids(said)
 
 
 def test_the_action_is_what_was_sampled():
@@ -268,26 +301,26 @@ def test_what_the_critic_and_its_reference_read():
                    "<think>\n" for c in ("", "Hidden reference:\nc\n\n")]
         for pi, ref in (0, 1), (1, 0), (1, 1), (0, 0):
             record = {"task": {"ground_truth": "c"}, "meta": {"thinking": 1}}
-            [(_, *turns)] = M.read_actions(tokenizer, record, history, [action],
+            [(_, *turns)] = M.read_actions(chat_of(tokenizer), record, history, [action],
                                            pi_reads_hidden=pi, ref_reads_hidden=ref)
             read = [[tokenizer.decode([*map(ord, part)]) for part in turn] for turn in turns]
             assert read == [[prompts[with_c], said + "<|im_end|>"] for with_c in (pi, ref)]
 
 
 def test_a_prompt_is_the_same_on_every_day(tiny_dir):
-    tokenizer = M.find_model(tiny_dir)[1]
+    tokenizer = M.find_model(tiny_dir)[1].tokenizer
     date = "{{ strftime_now(format='%d %B %Y') }}"
     tokenizer.chat_template = date + tokenizer.chat_template
-    assert "26 Jul 2024" in tokenizer.decode(M.render(tokenizer, dialogue("a")))
+    assert "26 Jul 2024" in tokenizer.decode(chat_of(tokenizer).prompt_ids(dialogue("a")))
 
 
 @pytest.mark.parametrize("start", [" [INST]", "\n\n", "  {% if true %}x{% endif %}", "{#- a -#} y",
                                    "{%- set z = 1 -%}\n", "{% set z = 1 %}\n x", ""])
 def test_the_date_changes_no_other_text_of_a_template(start, tiny_dir):
-    tokenizer = M.find_model(tiny_dir)[1]
+    tokenizer = M.find_model(tiny_dir)[1].tokenizer
     tokenizer.chat_template = start + tokenizer.chat_template
     plain = tokenizer.apply_chat_template(dialogue("a"), tokenize=False, add_generation_prompt=True)
-    assert M.template_text(tokenizer, dialogue("a"), 0, True) == plain
+    assert chat_of(tokenizer).template_text(dialogue("a"), 0, True) == plain
 
 
 @pytest.mark.parametrize("special", [True, False])
@@ -303,7 +336,7 @@ def test_a_message_is_shown_without_its_end(special):
         "{% for m in messages %}{{ m.role }}: {{ m.content }}<end>{% endfor %}"
         "{% if add_generation_prompt %}assistant: {% endif %}")
     ids = tokenizer("which rate?<end>", add_special_tokens=False)["input_ids"]
-    assert ids[-1] in M.stop_ids(tokenizer, "no folder")
-    assert M.decode(tokenizer, ids) == "which rate?"
-    assert M.action_ids(tokenizer, {"output": "which rate?", "token_ids": ids},
-                        dialogue("pay")) == M.packed(ids)
+    chat = chat_of(tokenizer)
+    assert ids[-1] in chat.stop and chat.decode(ids) == "which rate?"
+    action = {"output": "which rate?", "token_ids": ids}
+    assert chat.action_ids(action, dialogue("pay")) == ids

@@ -23,14 +23,14 @@ def scored(ranked, tiny_dir):
 
     Their tokens are those that the tokenizer gives their texts.
     """
-    r, tokenizer = random.Random(0), M.find_model(tiny_dir)[1]
+    r, chat = random.Random(0), M.find_model(tiny_dir)[1]
     for record in ranked:
         for history, (message, *candidates) in M.turn_actions(record):
             for c in candidates:
                 c.update(output=r.choice(SENTENCES), advantage=r.gauss(0, 1),
                          logprob=r.gauss(-9, 3))
                 del c["token_ids"]
-                c["token_ids"] = [*map(ord, M.action_ids(tokenizer, c, history))]
+                c["token_ids"] = chat.action_ids(c, history)
                 if r.random() < 0.2:
                     c["cut"] = True
             if r.random() < 0.1 and len(candidates) > 1:  # one that has no score
@@ -46,28 +46,28 @@ def written(given, *flags):
     return records(lines(out))
 
 
-def turn_of(tokenizer, line, side):
+def turn_of(chat, line, side):
     """(prompt, action) of a side of a line, as the template writes it, packed."""
-    return (M.packed(M.render(tokenizer, line["prompt"])),
-            M.action_ids(tokenizer, line[side][0], line["prompt"]))
+    return (M.packed(chat.prompt_ids(line["prompt"])),
+            M.packed(chat.action_ids(line[side][0], line["prompt"])))
 
 
 @pytest.mark.parametrize("flags", [[], ["--pairs_per_turn", 2, "--seed", 1],
                                    ["--logprob_weight", 0.2, "--pairs_per_turn", 1]])
 def test_its_pairs_are_those_that_the_trainer_draws(flags, scored, tiny_dir):
     """As the records say: of one turn, the higher score chosen and not cut."""
-    tokenizer = M.find_model(tiny_dir)[1]
+    chat = M.find_model(tiny_dir)[1]
     made = written(scored, "--model", tiny_dir, *flags)
     groups, _ = read_by(scored, train_policy, "--model", tiny_dir, *flags)
     drawn = [(*pair.chosen, *pair.rejected) for of in groups for pair in of]
     assert len(drawn) > 20
-    assert drawn == [(turn_of(tokenizer, line, "chosen"), turn_of(tokenizer, line, "rejected"))
+    assert drawn == [(turn_of(chat, line, "chosen"), turn_of(chat, line, "rejected"))
                      for line in made]
     weight = dict(zip(flags[::2], flags[1::2])).get("--logprob_weight", 0)
     possible, lm = set(), AutoModelForCausalLM.from_pretrained(tiny_dir)
     for record in scored:
         for history, (_, *candidates) in M.turn_actions(record):
-            prompt = M.packed(M.render(tokenizer, history))
+            prompt = M.packed(chat.prompt_ids(history))
             logps = separate(lm, [(prompt, "".join(map(chr, c["token_ids"]))) for c in candidates])
             values = [(c["output"], c["advantage"] + weight * logp.sum().item(), c.get("cut"))
                       for c, logp in zip(candidates, logps) if "advantage" in c]
@@ -98,7 +98,7 @@ def test_its_lines_are_preferences_which_the_trainer_reads_again(scored, tiny_di
 
 def test_a_thought_that_the_prompt_opens_is_in_the_texts(scored, tiny_dir, tmp_path):
     """So that a template which writes the whole dialogue has it, too."""
-    base, tokenizer = str(tmp_path / "base"), M.find_model(tiny_dir)[1]
+    base, tokenizer = str(tmp_path / "base"), M.find_model(tiny_dir)[1].tokenizer
     tokenizer.chat_template = tokenizer.get_chat_template().replace(
         "<|assistant|>{% endif %}",
         "<|assistant|>{% if enable_thinking %}<think>{% endif %}{% endif %}")
@@ -119,7 +119,7 @@ def test_other_pairs_are_refused(flags):
 
 
 def test_two_equal_texts_are_no_pair_and_a_file_without_pairs_is_an_error(scored, tiny_dir, capsys):
-    r, tokenizer = random.Random(0), M.find_model(tiny_dir)[1]
+    r, tokenizer = random.Random(0), M.find_model(tiny_dir)[1].tokenizer
     for record in scored:
         for _, (_, *candidates) in M.turn_actions(record):
             for c in candidates:

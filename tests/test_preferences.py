@@ -96,9 +96,9 @@ def test_converted_files_that_are_joined_have_the_pairs_of_their_lines(seed, tin
     cut = r.randrange(len(rows))
     given = convert(rows[:cut] + rows[:2][:cut]) + convert(rows[cut:])  # the first ones come again
     assert len({key_of(record) for record in given}) == len(given) == 2 * len(rows)
-    tokenizer = M.find_model(tiny_dir)[1]
+    chat = M.find_model(tiny_dir)[1]
     reading = {turn: (record["dialogue_history"][0]["content"], *agent_texts(record))
-               for record in given for turn in turns_of(tokenizer, record)}
+               for record in given for turn in turns_of(chat, record)}
     for trainer in (train_policy, train_critic):
         flags = ["--loss", "mtdpo"] if trainer is train_policy else []
         flags += ["--model", tiny_dir, "--held_out", 0.4] + r.choice([[], ["--min_gap", 0]])
@@ -197,8 +197,8 @@ def test_chats_become_demonstrations(tiny_dir):
     assert [r["dialogue_history"] for r in given] == want and "comparison" not in given[0]
     assert [r["reward"] for r in given] == [1, 1, 1]
     assert len({key_of(r) for r in given}) == 3 and len({key_of(r)[0] for r in given}) == 2
-    tokenizer = M.find_model(tiny_dir)[1]
-    turns = sorted(turn for r in given for turn in turns_of(tokenizer, r))
+    chat = M.find_model(tiny_dir)[1]
+    turns = sorted(turn for r in given for turn in turns_of(chat, r))
     groups, _ = read_by(given, train_policy, "--loss", "rft", "--model", tiny_dir)
     assert M.turns_in(pair for group in groups for pair in group) == turns and len(turns) == 3
 
@@ -248,11 +248,11 @@ def groups_of(tiny_dir):
 
 
 def test_a_pair_has_all_messages_of_the_assistant(tiny_dir, groups_of):
-    tokenizer = M.find_model(tiny_dir)[1]
+    chat = M.find_model(tiny_dir)[1]
     prompt, *chosen = dialogue("write pay(x)", "what is the rate?", "rate=3 <|end|>", "def ...")
     sides = chosen, chosen[-1:]
     line = {"prompt": [SYSTEM, prompt], "chosen": sides[0], "rejected": sides[1]}
-    want = [tuple(turns_of(tokenizer, {"dialogue_history": line["prompt"] + side}))
+    want = [tuple(turns_of(chat, {"dialogue_history": line["prompt"] + side}))
             for side in sides]
     assert list(map(len, want)) == [2, 1]
     assert groups_of([line]) == [[Pair(*want, 1.0, 0.0)]]

@@ -262,7 +262,7 @@ def test_the_edit_opsd(ranked, tiny_dir, tmp_path):
     """Its first loss is a mean over turns of KL(pi_ref given c || pi), by transformers."""
     first, _ = first_step(edited("opsd", tmp_path), "train_policy", ranked, tiny_dir,
                           "--loss", "opsd", "--batch_size", 10_000)
-    lm, tokenizer = model.load_lm(tiny_dir, torch.device("cpu"))
+    lm, chat = model.load_lm(tiny_dir, torch.device("cpu"))
 
     def log_probs(turn):
         ids = torch.tensor([[*map(ord, turn.prompt + turn.action)]])
@@ -273,7 +273,7 @@ def test_the_edit_opsd(ranked, tiny_dir, tmp_path):
     for record in ranked:
         for history, actions in model.turn_actions(record):
             for _, turn, teacher_turn in model.read_actions(
-                    tokenizer, record, history, actions[:4], pi_reads_hidden=False,
+                    chat, record, history, actions[:4], pi_reads_hidden=False,
                     ref_reads_hidden=True):
                 pi, teacher = log_probs(turn), log_probs(teacher_turn)
                 divergences.append((teacher.exp() * (teacher - pi)).sum(-1).mean().item())

@@ -107,6 +107,7 @@ def test_an_episode_served_as_the_card_says_is_that_of_collect(begin, end, tiny_
     assert message_texts(episode["dialogue_history"]) == message_texts(history)
     assert episode["answer"] == (answer or "")
     history = episode["dialogue_history"]
+    _, spoken, _ = M.find_model(out)
     assert server.prompts == [
-        M.render(AutoTokenizer.from_pretrained(out), history[:t])
+        spoken.prompt_ids(history[:t])
         for t in range(len(history)) if history[t]["role"] == "assistant"]

@@ -72,7 +72,7 @@ class Terminal:
 
 def scripted(tiny_dir, *texts):
     """A server of the tiny model, which samples these texts, one a request."""
-    tokenizer, left = M.find_model(tiny_dir)[1], list(texts)
+    tokenizer, left = M.find_model(tiny_dir)[1].tokenizer, list(texts)
 
     def reply(path, body):
         ids = tokenizer(left.pop(0), add_special_tokens=False)["input_ids"]

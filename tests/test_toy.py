@@ -173,7 +173,8 @@ def test_tiny_is_small_a_function_of_its_seed_and_takes_any_text(tiny_dir):
     weights = [toy.tiny_model(demos(30), seed)[0].state_dict() for seed in (0, 0, 1)]
     same = lambda a, b: all(torch.equal(a[k], b[k]) for k in a)
     assert same(weights[0], weights[1]) and not same(weights[0], weights[2])
-    tiny, tokenizer = model.load(tiny_dir)
+    tiny, chat = model.load(tiny_dir)
+    tokenizer = chat.tokenizer
     assert sum(p.numel() for p in tiny.parameters()) < 400_000
     control = set(tokenizer.added_tokens_decoder)
     for text in [*NASTY, *(m["content"] for d in demos(20, seed=9) for m in d["dialogue_history"])]:

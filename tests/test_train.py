@@ -152,7 +152,7 @@ def test_a_checkpoint_is_dropped_only_when_the_next_one_is_whole(tiny_dir, tmp_p
 
 def test_every_special_token_ends_a_sampled_message(collected, tiny_dir):
     """An untrained model samples each token, and those that are special only at the end."""
-    special = M.special_ids(M.find_model(tiny_dir)[1])
+    special = M.find_model(tiny_dir)[1].stop
     sampled = [x["token_ids"] for r in records(collected) for x in actions(r)]
     assert not special & {i for ids in sampled for i in ids[:-1]}
     assert len(special & {ids[-1] for ids in sampled}) > 1
@@ -264,14 +264,14 @@ def test_a_new_loss_needs_an_entry_only(ranked, tiny_dir):
 
 def test_candidates_without_ids_are_read_as_text(rewarded, tiny_dir):
     """As a judge's are, whose sampler gave none; ids of another model's words are refused."""
-    tokenizer = M.find_model(tiny_dir)[1]
+    chat = M.find_model(tiny_dir)[1]
     candidates = [c for r in rewarded for m in agent_messages(r) for c in m["candidates"]]
     for c in candidates:
         del c["token_ids"]
         c["advantage"] = float(len(c["output"]))
     make = functools.partial(read_by, rewarded, train_policy, "--model", tiny_dir)
-    end = M.text_ids(tokenizer, M.end_of_message(tokenizer))
-    ids = {M.packed(plain_ids(tokenizer, c["output"])) + end for c in candidates}
+    end = chat.text_ids(chat.end)
+    ids = {M.packed(plain_ids(chat.tokenizer, c["output"]) + end) for c in candidates}
     assert {action for group in make()[0] for _, action in M.turns_in(group)} <= ids
 
 
@@ -280,14 +280,14 @@ def test_what_is_trained_is_what_was_shown(rewarded, tiny_dir, capsys):
     content or its ids, or with a special token inside, the tokens of the text, as if there had been
     no others.
     """
-    r, tokenizer = random.Random(0), M.find_model(tiny_dir)[1]
-    end = M.text_ids(tokenizer, M.end_of_message(tokenizer))
+    r, chat = random.Random(0), M.find_model(tiny_dir)[1]
+    tokenizer, end = chat.tokenizer, chat.text_ids(chat.end)
     args = SimpleNamespace(model=tiny_dir, max_length=9999)
     words, wanted, n_changed = ["rate", " fee", "what", " is"], [], 0
     for record in rewarded:
         for history, found in M.turn_actions(record):
             for x in found:
-                ids = [*plain_ids(tokenizer, "".join(r.choices(words, k=3))), ord(end[-1])]
+                ids = [*plain_ids(tokenizer, "".join(r.choices(words, k=3))), *end]
                 x["token_ids"] = ids
                 x["output"] = tokenizer.decode(x["token_ids"], skip_special_tokens=True)
                 if x is found[0]:
@@ -303,17 +303,17 @@ def test_what_is_trained_is_what_was_shown(rewarded, tiny_dir, capsys):
                 elif change == "ids":
                     x["token_ids"][0] = len(tokenizer) + r.randrange(9)  # of another model
                 elif change == "special":
-                    x["token_ids"].insert(1, r.choice(sorted(M.special_ids(tokenizer))))
+                    x["token_ids"].insert(1, r.choice(sorted(chat.stop)))
                 else:
                     change = ""
                 n_changed += bool(change)
-                wanted.append(M.packed(plain_ids(tokenizer, text.strip())) + end if change
-                              else M.packed(x["token_ids"]))
+                wanted.append(plain_ids(tokenizer, text.strip()) + end if change
+                              else x["token_ids"])
     with stdin_of(rewarded):
         read = M.read_trajectories(args, pi_reads_hidden=False, ref_reads_hidden=False)
     got = [x.turn.action for t in read for found in t.actions for x in found]
     assert [tokenizer.decode([*map(ord, x)]).strip() for x in got] == [
-        tokenizer.decode([*map(ord, x)]).strip() for x in wanted]
+        tokenizer.decode(x).strip() for x in wanted]
     assert f"{n_changed} messages or candidates have token_ids of another text" in (
         capsys.readouterr().err)
     assert 20 < n_changed < len(wanted) - 20
@@ -321,7 +321,7 @@ def test_what_is_trained_is_what_was_shown(rewarded, tiny_dir, capsys):
 
 def test_no_trajectory_learns_a_truncated_message(rewarded, tiny_dir):
     """It has no end token. Others of its trajectory are trained; without any there are no pairs."""
-    tokenizer = M.find_model(tiny_dir)[1]
+    tokenizer = M.find_model(tiny_dir)[1].tokenizer
     for seed in range(10):
         r, kept, truncated = random.Random(seed), 0, set()
         given = records(lines(rewarded))
@@ -449,7 +449,8 @@ JOBS = {"critic": CRITIC, "moe": CRITIC,  # 5 experts: on 2 ranks the shards are
 @pytest.fixture(scope="module")
 def data(collected, tiny_dir):
     """8 episodes of 1 to 4 turns, with advantages, as text; of each task sample 0 is solved."""
-    r, rs, tokenizer = random.Random(0), records(collected), M.find_model(tiny_dir)[1]
+    r, rs = random.Random(0), records(collected)
+    tokenizer = M.find_model(tiny_dir)[1].tokenizer
     for n, record in enumerate(rs):
         history = record["dialogue_history"]
         del history[len(history) - 2 * (n % 3):]
@@ -469,11 +470,11 @@ def data(collected, tiny_dir):
 @pytest.fixture(scope="module")
 def command(tiny_dir, tmp_path_factory):
     """command(job, out, *flags): the script and its flags."""
-    model, tokenizer = M.load(tiny_dir)
+    model, chat = M.load(tiny_dir)
     bases = {job: tmp_path_factory.mktemp(job) for job in ("moe", "bf16")}
-    save_strong(*FAMILIES["qwen3_moe"], tokenizer, bases["moe"])
+    save_strong(*FAMILIES["qwen3_moe"], chat.tokenizer, bases["moe"])
     model.dtype = torch.bfloat16  # of the files, as of models on the hub
-    M.save(model, tokenizer, str(bases["bf16"]))
+    M.save(model, chat, str(bases["bf16"]))
 
     def make(job, out, *flags):
         name, *usual = JOBS[job]
@@ -625,7 +626,7 @@ def test_many_processes_and_small_trees_make_the_same_steps(world, job, flags, w
 
 def test_two_processes_train_turn_by_turn_as_one_does(tmp_path, tiny_dir):
     """With as many forwards on each."""
-    tokenizer = M.find_model(tiny_dir)[1]
+    tokenizer = M.find_model(tiny_dir)[1].tokenizer
     base = save_strong("qwen3_next", SLOW["qwen3_next"], tokenizer, tmp_path / "base")
     rft = ["train_policy.py", "--loss", "rft", "--all", 1, "--model", base, "--batch_size", 3,
            "--epochs", 1, "--lr", 1e-4, "--out"]
@@ -794,7 +795,7 @@ def test_any_two_models_score_and_a_critics_run_gives_what_is_not_said(whole, da
                                                                         tmp_path):
     """The oracle: separate forwards of the two models. Only a critic has a pi_ref of its own."""
     (dpo, _), (critic, _) = whole("dpo"), whole("critic")
-    given, tokenizer = records(data)[:3], M.find_model(tiny_dir)[1]
+    given, chat = records(data)[:3], M.find_model(tiny_dir)[1]
     for flags, folder, ref, ref_reads_hidden in (
             ([dpo, "--model", tiny_dir], dpo, tiny_dir, True), ([critic], critic, tiny_dir, True),
             ([tiny_dir, "--model", dpo, "--ref_context", "hidden"], tiny_dir, dpo, True),
@@ -805,7 +806,7 @@ def test_any_two_models_score_and_a_critics_run_gives_what_is_not_said(whole, da
         for record in got:
             for history, found in M.turn_actions(record):
                 for action, turn, ref_turn in M.read_actions(
-                        tokenizer, record, history, found, pi_reads_hidden=True,
+                        chat, record, history, found, pi_reads_hidden=True,
                         ref_reads_hidden=ref_reads_hidden):
                     want = separate(pi, [turn])[0] - separate(pi_ref, [ref_turn])[0]
                     assert action["advantage"] == pytest.approx(want.mean().item(), abs=1e-4)

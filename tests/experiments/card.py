@@ -71,7 +71,7 @@ def main(args):
                        metrics=json.dumps(last), dialogue=json.dumps(dialogue, indent=1), date=TODAY)
     # what a template may take from its caller, date and thinking, is fixed to training's
     thinking = "true" if dialogue["thinking"] else "false"
-    template = find_model(args.run)[1].get_chat_template()
+    template = find_model(args.run)[1].tokenizer.get_chat_template()
     served = f"{{%- set enable_thinking = {thinking} -%}}\n{STRFTIME_NOW}{template}"
     for name, text in ("README.md", card), ("serve.j2", served):
         with writing(os.path.join(args.run, name)) as part:

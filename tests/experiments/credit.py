@@ -30,12 +30,12 @@ REFUSAL = re.compile(r"(n['’]t|not|never) (know|mind|say|care|tell|matter|sure
 
 def progress(args, steps):
     """Returns the advantage of each step (see main)."""
-    model, tokenizer = load(args.model, init_distributed(), args.dtype, args)
+    model, chat = load(args.model, init_distributed(), args.dtype, args)
 
     def turn(r, o):
         y = {"role": "assistant", "content": f"{ANSWER}\n{r['task']['ground_truth']}"}
         with fail_on_error("--model's chat template rejects the dialogue"):
-            action, = read_actions(tokenizer, r, o, [y], pi_reads_hidden=False,
+            action, = read_actions(chat, r, o, [y], pi_reads_hidden=False,
                                    ref_reads_hidden=False)
             return action.turn
 

@@ -21,13 +21,13 @@ sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspa
 from utils import add_warning, fail, open_stdout, print_warnings, run  # noqa: E402
 
 
-def texts_of_turns(trajectories, tokenizer):
+def texts_of_turns(trajectories, chat):
     """Returns {turn: (prompt, message, thinking)} of all candidates, as messages of a chat."""
-    from model import think_prefix, turn_actions
+    from model import turn_actions
     texts = {}
     for t in trajectories:
         thinking = t.record.get("meta", {}).get("thinking") or 0
-        opening = think_prefix(tokenizer, thinking)  # the prompt has it, so that outputs lack it
+        opening = chat.opening(thinking)  # the prompt has it, so that outputs lack it
         for (history, _), actions in zip(turn_actions(t.record), t.actions):
             prompt = [{"role": m["role"], "content": m["content"]} for m in history]
             for action in actions:

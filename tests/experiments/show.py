@@ -89,7 +89,7 @@ def main(argv):
         pairs = [pair for _, group in groups for pair in group]
     else:
         args, pairs = pairs_of_step(argv[0], int(argv[1]))
-    tokenizer = find_model(args.model)[1]
+    tokenizer = find_model(args.model)[1].tokenizer
     for i, pair in enumerate(pairs, 1):
         for side in ("chosen", "rejected"):
             turns = getattr(pair, side)

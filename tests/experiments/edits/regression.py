@@ -28,8 +28,8 @@ def test_the_loss_is_eq_2_of_values_without_the_nll():
 
 
 def test_a_turns_value_is_the_head_on_the_mean_state_of_all_its_tokens(tiny_dir, episodes):
-    model, tokenizer = M.load(tiny_dir, head=True)
-    turns = [turn for r in episodes[:3] for turn in turns_of(tokenizer, r)]
+    model, chat = M.load(tiny_dir, head=True)
+    turns = [turn for r in episodes[:3] for turn in turns_of(chat, r)]
     reference, _ = M.load_lm(tiny_dir, "cpu")
     for (prompt, action), value in M.forward(model, turns)[0].items():
         states = reference.model(ids_of(prompt + action)).last_hidden_state[0]
