@@ -475,7 +475,7 @@ def read_records(stream, *fields, source="stdin", seen=None, with_failed=False):
     which several streams may share. with_failed: yield failed episodes, too; else one line says how
     many there are.
     """
-    seen, n_failed = seen or Seen(tasks={}), 0
+    seen, n_failed = seen or Seen(), 0
     for place, record in read_jsonl(stream, source):
         try:
             if "task" not in record and "problem_description" in record:
@@ -549,11 +549,11 @@ def check_dialogue(history, name):
 class Seen:
     """The tasks and episodes that have been read: an id has one content, and no episode is twice.
 
-    tasks: {task id: (content, place)}, which several of these may share.
+    Before a stream that may repeat the episodes of an earlier one, do episodes.clear().
     """
 
-    def __init__(self, tasks):
-        self.tasks = tasks
+    def __init__(self):
+        self.tasks = {}  # {task id: (content, place)}
         self.episodes = {}  # {digest: place}
 
     def add(self, record, place):

@@ -773,15 +773,16 @@ def open_to_resume(path):
     return f
 
 
-def finished_episodes(f, meta, tasks):
-    """Returns {(task id, sample)} of the episodes in an open --resume file. tasks: see Seen.
+def finished_episodes(f, meta, seen):
+    """Returns {(task id, sample)} of the episodes in an open --resume file. seen: that of stdin.
 
     Exits if its episodes differ from this run's `meta` in a setting that both have.
     """
     done, new = set(), settings(meta)
     if not os.path.getsize(f.name):  # read_records would refuse it
         return done
-    for r in read_records(f, "sample", source=f.name, seen=Seen(tasks), with_failed=True):
+    seen.episodes.clear()  # those of stdin get candidates, so they may be in both
+    for r in read_records(f, "sample", source=f.name, seen=seen, with_failed=True):
         if "failed" not in r:
             done.add((task_id(r["task"]), r["sample"]))
         old = r.get("meta", {})
@@ -793,14 +794,14 @@ def finished_episodes(f, meta, tasks):
     return done
 
 
-def read_jobs(args, tasks):
-    """Yields (record, sample) of each episode of stdin's tasks. tasks: see Seen.
+def read_jobs(args, seen):
+    """Yields (record, sample) of each episode of stdin's tasks. seen: a colbench.Seen.
 
     The episodes of a task are numbered 0, 1, ... An existing dialogue keeps its `sample`, or gets
     the next one that is free.
     """
     taken = set()  # (task id, sample) of stdin
-    for record in read_records(sys.stdin, seen=Seen(tasks)):
+    for record in read_records(sys.stdin, seen=seen):
         task, name = record["task"], task_id(record["task"])
         record["task"] = {"kind": task_kind(task), **task, "id": name}
         k, sample = args.k, 0
@@ -891,13 +892,13 @@ class Collector:
 
 async def collect(args, emit):
     """Runs the episodes of stdin's tasks, and writes each as it ends."""
-    tasks, done = {}, set()
-    jobs = [*read_jobs(args, tasks)]
+    seen, done = Seen(), set()
+    jobs = [*read_jobs(args, seen)]
     kinds = {record["task"]["kind"] for record, _ in jobs}
     runner = await EpisodeRunner(args, kinds).load()
     if args.resume:
         resumed = open_to_resume(args.resume)  # locked until this function returns
-        done = finished_episodes(resumed, runner.meta, tasks)
+        done = finished_episodes(resumed, runner.meta, seen)
         jobs = [(record, i) for record, i in jobs if (record["task"]["id"], i) not in done]
     collector = Collector(runner, jobs, emit)
     await asyncio.gather(*(collector.worker() for _ in range(args.concurrency)))

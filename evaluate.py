@@ -116,9 +116,9 @@ def name_and_files(arg):
     return "stdin" if arg == "-" else os.path.splitext(arg)[0], [arg]
 
 
-def read_system(name, files, tasks):
-    """Returns the System of these files. tasks: of all systems, see colbench.Seen."""
-    seen = Seen(tasks)
+def read_system(name, files, seen):
+    """Returns the System of these files. seen: the colbench.Seen of all systems."""
+    seen.episodes.clear()  # two systems may have the same ones
     read = [e for path in files for e in read_file(path, seen)]
     episodes = [e for e in read if e.metrics]
     usage = Counter()
@@ -142,7 +142,7 @@ def read_system(name, files, tasks):
 
 
 def read_file(path, seen):
-    """Returns [Outcome] of a file; exits if they are of two systems. seen: a colbench.Seen."""
+    """Returns [Outcome] of a file; exits if they are of two systems. seen: see read_system."""
     source = "stdin" if path == "-" else path
     with fail_on_error(source):
         stream = sys.stdin if path == "-" else open(path, encoding="utf-8")
@@ -302,8 +302,8 @@ def notes(results):
 # --- the program ----------------------------------------------------------------------------------
 
 def main(args):
-    emit, tasks = open_stdout(), {}  # tasks: of all systems, see colbench.Seen
-    systems = [read_system(*name_and_files(arg), tasks) for arg in args.files]
+    emit, seen = open_stdout(), Seen()
+    systems = [read_system(*name_and_files(arg), seen) for arg in args.files]
     metrics = list(dict.fromkeys(metric for system in systems for means in system.tasks.values()
                                  for metric in means))
     results = [result(system, systems[0], metrics) for system in systems]
