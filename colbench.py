@@ -637,8 +637,9 @@ class Grader:
     answers graded at once. Raises GraderError if a child can't confine itself.
 
     A test passes if the values of answer and reference have the same text (as_text). Floats
-    must be exactly equal. None, NaN, functions, iterators and instances of the answer's own classes
-    never pass; the verdict names their class.
+    must be exactly equal. None, NaN, functions and iterators never pass, nor do instances of the
+    answer's own classes, unless these are subclasses of plain data, or registered as numbers or
+    sets by their abstract classes; the verdict names their class.
 
     The official rules differ from the released scorer in three points only. (1) Some values that
     pass there fail here: math.nan in a list, math.sqrt, an __eq__ that returns True. (2) An answer
