@@ -110,7 +110,7 @@ class Outcome(NamedTuple):
 
 def name_and_files(arg):
     """Returns (name, files) of NAME=FILE,FILE, or of FILE, which is named by its path."""
-    if "=" in arg:
+    if "=" in arg and not os.path.exists(arg):
         name, files = arg.split("=", 1)
         return name, files.split(",")
     return "stdin" if arg == "-" else os.path.splitext(arg)[0], [arg]
