@@ -630,11 +630,12 @@ class Server:
         """Returns the message that a chat model sends, without thoughts (see colbench.ACTION)."""
         reply = await self.post("/chat/completions", messages=messages)
         usage = reply.get("usage") or {}
+        n_read, n_written = usage.get("prompt_tokens") or 0, usage.get("completion_tokens") or 0
         # which model replied, because a router may choose another one than was asked for
         USAGE.get().update({f"{self.role}_replies_by_{reply.get('model')}": 1,
-                            f"{self.role}_prompt_tokens": usage.get("prompt_tokens") or 0,
-                            f"{self.role}_completion_tokens": usage.get("completion_tokens") or 0,
-                            f"{self.role}_replies_without_tokens": not usage.get("prompt_tokens")})
+                            f"{self.role}_prompt_tokens": n_read,
+                            f"{self.role}_completion_tokens": n_written,
+                            f"{self.role}_replies_without_tokens": int(n_read == 0)})
         choice = reply["choices"][0]
         reason, text = choice["finish_reason"], choice["message"]["content"] or ""
         text = without_thinking(text)
@@ -643,8 +644,8 @@ class Server:
         message = {"output": text}
         if reason in ("length", "max_tokens"):
             message["cut"] = True
-        if usage.get("completion_tokens"):
-            message["completion_tokens"] = usage["completion_tokens"]
+        if n_written:
+            message["completion_tokens"] = n_written
         return message
 
     async def complete(self, prompt, keys, max_new):
