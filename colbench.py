@@ -580,10 +580,11 @@ def grade_records(records, args, references=False):
     """Yields (record, the fields that its environment's `grade` returns), in order.
 
     references: grade the tasks' references instead, by `grade_reference`. With each record that
-    comes those leave that are graded; at most 4 x --workers are under way. An invalid line raises
-    its error when the records before it are graded.
+    comes those leave that are graded; at most 4 x --workers are under way. An error of the input,
+    such as an invalid line, a task without tests or a missing browser, is raised when the records
+    before it are graded.
     """
-    opened, jobs, invalid = set(), deque(), None
+    opened, jobs, input_error = set(), deque(), None
     with contextlib.ExitStack() as stack, \
             concurrent.futures.ThreadPoolExecutor(2 * args.workers) as pool:
         try:
@@ -597,11 +598,11 @@ def grade_records(records, args, references=False):
                 while jobs and (jobs[0].done() or len(jobs) >= 4 * args.workers):
                     yield jobs.popleft().result()
         except SystemExit as e:
-            invalid = e
+            input_error = e
         for job in jobs:
             yield job.result()
-    if invalid:
-        raise invalid
+    if input_error:
+        raise input_error
 
 
 def grade_record(env, record, references):
@@ -1045,8 +1046,8 @@ def raised(e):
 def value_of(programs, test, official):
     """Runs an answer's programs and returns the value of a test, or raises its error.
 
-    First run the programs up to the last one that defines the tested function. Those behind it run
-    one by one, and only while the test raises a NameError.
+    First run the programs up to the last one that defines the tested function. Those behind it may
+    be examples that never end, so they run one by one, and only while the test raises a NameError.
     """
     module = sys.modules["answer"] = types.ModuleType("answer")  # a new one per test
     namespace = vars(module)
