@@ -470,7 +470,8 @@ class TransformersEngine:
 
     def admit(self):
         """Removes and returns the waiting requests that fit, at least one if none is running."""
-        # wait until the new messages are a quarter of the batch, so that prompts are read together
+        # Wait until the new messages are a quarter of the batch, so that prompts are read together.
+        # Ended rows count as long as they are in the batch (see drop_ended_rows).
         if sum(len(request.rows) for request in self.waiting) < len(self.rows) / 4:
             return []
         new = []
