@@ -408,7 +408,7 @@ def test_each_flag_but_those_of_speed_and_paths_is_a_setting(resume, tmp_path):
     meta = resume.meta
     flags = vars(collect.get_args(["--human", "fixed:x"])).keys() - {*colbench.MAY_DIFFER}
     assert colbench.settings(meta).keys() == flags | {"prompts"}
-    assert not {*evaluate.SYSTEM} - flags - {"agent_model"}
+    assert not {*evaluate.WHICH_SYSTEM} - flags - {"agent_model"}
 
 
 def test_a_task_that_was_edited_under_its_id_is_an_error(resume, episodes, tmp_path):
