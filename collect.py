@@ -793,13 +793,13 @@ def finished_episodes(f, meta, seen, jobs):
              for r, sample in jobs if r.get("dialogue_history")}
     if not os.path.getsize(f.name):  # read_records would refuse it
         return done
-    seen.episodes.clear()  # those of stdin get candidates, so they may be in both
+    seen.episodes.clear()  # a dialogue of stdin that got candidates is in both
     for r in read_records(f, "sample", source=f.name, seen=seen, with_failed=True):
         key, old = (task_id(r["task"]), r["sample"]), r.get("meta", {})
         if "failed" not in r:
             done.add(key)
         if key in given and given[key] == old.get("candidates_meta"):
-            continue  # add_candidates has sampled none
+            continue  # a dialogue for which this run has sampled no candidates
         old = settings(old.get("candidates_meta", old))  # if add_candidates wrote it
         for name in new.keys() & old.keys():
             if old[name] != new[name]:
