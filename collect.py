@@ -754,7 +754,8 @@ def run_meta(args, kinds=None):
     if args.agent:  # these do not reach it, so they must not tell two of its runs apart
         del meta["model"], meta["seed"]
     for name in ("agent", "human", "critic"):
-        meta[name] = fingerprint(meta[name])
+        if meta[name]:
+            meta[name] = fingerprint(meta[name])
     of_kinds = [environments()[kind] for kind in sorted(kinds or environments())]
     prompts = [(ANSWER, OUTPUT, env.agent_prompt, env.human_prompt) for env in of_kinds]
     return meta | {"version": version(), "prompts": digest(prompts)}
@@ -762,8 +763,8 @@ def run_meta(args, kinds=None):
 
 def fingerprint(who):
     """Returns a file's or folder's name with a hash of its content; an address without password."""
-    if not who or not os.path.exists(who):
-        return who and without_secrets(who)
+    if not os.path.exists(who):
+        return without_secrets(who)
     content = weights_digest(who) if os.path.isdir(who) else digest(Path(who).read_bytes())
     return f"{Path(who).name} {content}"
 
@@ -846,14 +847,13 @@ MOST_FAILURES = 16  # in a row; then no further episode starts
 
 
 class Collector:
-    """Runs jobs, (record, sample), at most --concurrency at once, and writes episodes as they end.
+    """Runs jobs, (record, sample), at most --concurrency at once; emits episodes as they end.
 
     Of a failed episode it writes why; --resume runs it again. Dialogues that are too long do not
     count towards MOST_FAILURES.
     """
 
     def __init__(self, runner, jobs, emit):
-        """emit: writes a record."""
         self.runner, self.emit, self.jobs = runner, emit, deque(jobs)
         self.usage = Counter()
         self.n = Counter()  # of episodes written and failed, of messages and those truncated
