@@ -246,10 +246,8 @@ class EpisodeRunner:
         meta, new = {"thinking": self.args.thinking}, {}  # new: {turn: candidates}
         for turn, (history, _) in enumerate(turn_actions(record)):
             with suppress(ContextFull):
-                _, candidates = await self.sample_turn(history, (*key, turn), 0)
-                if candidates:
-                    new[turn] = candidates
-        if new:
+                _, new[turn] = await self.sample_turn(history, (*key, turn), 0)
+        if any(new.values()):  # none outside of --candidates_share
             meta["candidates_meta"] = self.meta  # beside the meta of the dialogue
             for turn, message in enumerate(agent_messages(record)):
                 message.pop("candidates", None)  # of an earlier run, perhaps of another model
