@@ -126,12 +126,15 @@ def fill(prompt, **values):
     return re.sub("{(%s)}" % "|".join(values), lambda match: str(values[match[1]]), prompt)
 
 
-# A model may write ANSWER in another way: its words in any case, with or without a colon at the end
-# of the line, and with marks around them, such as **I want to answer**: or <b>I WANT TO ANSWER</b>
-ANSWER_WORDS = r"\s+".join(re.escape(word) for word in ANSWER.rstrip(": ").split())
+# ANSWER counts anywhere. At the start of a line, after tags and signs, its words count in any case.
+# At the end of a line they need no colon. Marks may stand around them, such as in
+# **I want to answer**: or <b>I WANT TO ANSWER</b>
+WORDS = r"\s+".join(map(re.escape, ANSWER.rstrip(": ").split()))
 MARKS = r"(?:[*_\"']|`(?!`)|</?\w+>)*"
-MARKER = re.compile(
-    rf"(?:{re.escape(ANSWER)}|{ANSWER_WORDS}{MARKS}(?:[ \t]*[:：]|[ \t]*$)){MARKS}", re.I | re.M)
+MARKER_END = MARKS + (r"[ \t]*(?:[:：]|$)" if ANSWER.endswith(":") else "") + MARKS
+MARKER = re.compile(WORDS + MARKER_END, re.M)
+LINE_MARKER = re.compile(rf"^(?><[^<>\n]*>|[^\w\n]|_)*{WORDS}{MARKER_END}", re.I | re.M)
+CODE_MARKER = re.compile(MARKER.pattern + r"\s*(?:```|def |class |import |from |@)", re.M)
 # The thought of a reasoning model is between tags, or in Mistral's, Gemma's or gpt-oss's marks
 TAG = r"(?:think|thinking|thought|reasoning|seed:think)"
 THOUGHT_START = re.compile(rf"<{TAG}>|\[THINK\]|<\|channel\|?>")
@@ -148,38 +151,24 @@ def read_action(output, last):
     thought, has_output, message = output.partition(OUTPUT)
     # The OUTPUT in 'ANSWER def f(): print("OUTPUT:")' is part of the answer. But in
     # 'ANSWER now? OUTPUT: ANSWER def f(): ...' the first ANSWER is part of the thought.
-    if has_output and (answer_markers(message) or not starts_answer(thought)):
+    starts_answer = LINE_MARKER.search(thought) or CODE_MARKER.search(thought)
+    if has_output and (find_marker(message) or not starts_answer):
         output = message
     content = output.strip()
-    markers = answer_markers(content)
-    if not markers:
+    marker = find_marker(content)
+    if not marker:
         return content, content if last else None
-    # ANSWER may be written twice: the last one that starts a line counts
-    at_line_start = [m for m in markers if starts_line(content, m)]
-    marker = at_line_start[-1] if at_line_start else markers[0]
-    before, answer = content[:marker.start()], content[marker.end():]
+    before, answer = content[:marker.end()], content[marker.end():]
     if before.count("```") % 2:  # ANSWER is inside a code block
         answer = "```\n" + answer
     indented = re.match(r"\s*\n[ \t]", answer)  # strip() alone would dedent only the first line
     return content, (textwrap.dedent(answer) if indented else answer).strip()
 
 
-def answer_markers(text):
-    """Returns the matches of MARKER that count; in another case, only those that start a line."""
-    return [m for m in MARKER.finditer(text)
-            if m[0].startswith(ANSWER.rstrip(": ")) or starts_line(text, m)]
-
-
-def starts_line(text, marker):
-    """Whether a match of MARKER is the first on its line, apart from tags and signs."""
-    line = text[:marker.start()].rpartition("\n")[2]
-    return not re.search(r"[^\W_]", re.sub("<[^<>]*>", "", line))
-
-
-def starts_answer(text):
-    """Whether a text has an ANSWER that starts a line or stands before code."""
-    code = re.compile(r"\s*(```|def |class |import |from |@)")
-    return any(starts_line(text, m) or code.match(text, m.end()) for m in answer_markers(text))
+def find_marker(text):
+    """Returns the match of the last ANSWER that starts a line, else of the first one, or None."""
+    starting_lines = [*LINE_MARKER.finditer(text)]
+    return starting_lines[-1] if starting_lines else MARKER.search(text)
 
 
 def without_thinking(text, may_lack_start=True):
@@ -446,7 +435,7 @@ def answered(record):
     if "answered" in record:
         return record["answered"]
     messages = agent_messages(record)
-    return bool(messages and answer_markers(messages[-1]["content"]))
+    return bool(messages and find_marker(messages[-1]["content"]))
 
 
 def task_id(task):
@@ -486,7 +475,7 @@ def read_records(stream, *fields, source="stdin", seen=None, with_failed=False):
     which several streams may share. with_failed: yield failed episodes, too; else one line says how
     many there are.
     """
-    seen, n_failed = seen or Seen(tasks={}), 0
+    seen, n_failed = seen or Seen(), 0
     for place, record in read_jsonl(stream, source):
         try:
             if "task" not in record and "problem_description" in record:
@@ -560,11 +549,11 @@ def check_dialogue(history, name):
 class Seen:
     """The tasks and episodes that have been read: an id has one content, and no episode is twice.
 
-    tasks: {task id: (content, place)}, which several of these may share.
+    Before a stream that may repeat the episodes of an earlier one, do episodes.clear().
     """
 
-    def __init__(self, tasks):
-        self.tasks = tasks
+    def __init__(self):
+        self.tasks = {}  # {task id: (content, place)}
         self.episodes = {}  # {digest: place}
 
     def add(self, record, place):
@@ -591,10 +580,11 @@ def grade_records(records, args, references=False):
     """Yields (record, the fields that its environment's `grade` returns), in order.
 
     references: grade the tasks' references instead, by `grade_reference`. With each record that
-    comes those leave that are graded; at most 4 x --workers are under way. An invalid line raises
-    its error when the records before it are graded.
+    comes those leave that are graded; at most 4 x --workers are under way. An error of the input,
+    such as an invalid line, a task without tests or a missing browser, is raised when the records
+    before it are graded.
     """
-    opened, jobs, invalid = set(), deque(), None
+    opened, jobs, input_error = set(), deque(), None
     with contextlib.ExitStack() as stack, \
             concurrent.futures.ThreadPoolExecutor(2 * args.workers) as pool:
         try:
@@ -608,11 +598,11 @@ def grade_records(records, args, references=False):
                 while jobs and (jobs[0].done() or len(jobs) >= 4 * args.workers):
                     yield jobs.popleft().result()
         except SystemExit as e:
-            invalid = e
+            input_error = e
         for job in jobs:
             yield job.result()
-    if invalid:
-        raise invalid
+    if input_error:
+        raise input_error
 
 
 def grade_record(env, record, references):
@@ -648,8 +638,9 @@ class Grader:
     answers graded at once. Raises GraderError if a child can't confine itself.
 
     A test passes if the values of answer and reference have the same text (as_text). Floats
-    must be exactly equal. None, NaN, functions, iterators and instances of the answer's own classes
-    never pass; the verdict names their class.
+    must be exactly equal. None, NaN, functions and iterators never pass, nor do instances of the
+    answer's own classes, unless these are subclasses of plain data, or registered as numbers or
+    sets by their abstract classes; the verdict names their class.
 
     The official rules differ from the released scorer in three points only. (1) Some values that
     pass there fail here: math.nan in a list, math.sqrt, an __eq__ that returns True. (2) An answer
@@ -1055,8 +1046,8 @@ def raised(e):
 def value_of(programs, test, official):
     """Runs an answer's programs and returns the value of a test, or raises its error.
 
-    First run the programs up to the last one that defines the tested function. Those behind it run
-    one by one, and only while the test raises a NameError.
+    First run the programs up to the last one that defines the tested function. Those behind it may
+    be examples that never end, so they run one by one, and only while the test raises a NameError.
     """
     module = sys.modules["answer"] = types.ModuleType("answer")  # a new one per test
     namespace = vars(module)

@@ -236,16 +236,21 @@ class EpisodeRunner:
         return action
 
     async def add_candidates(self, record, sample):
-        """Samples candidates for a dialogue's messages; returns the new fields of its record."""
+        """Samples candidates for a dialogue's messages; returns the new fields of its record.
+
+        If none are sampled, those of an earlier run stay, with their candidates_meta.
+        """
         key = self.args.seed, task_id(record["task"]), sample
-        for turn, (history, actions) in enumerate(turn_actions(record)):
-            message = actions[0]
-            message.pop("candidates", None)  # of an earlier run, perhaps of another model
+        meta, new = {"thinking": self.args.thinking}, {}  # new: {turn: candidates}
+        for turn, (history, _) in enumerate(turn_actions(record)):
             with suppress(ContextFull):
-                _, candidates = await self.sample_turn(history, (*key, turn), 0)
-                if candidates:
-                    message["candidates"] = candidates
-        meta = {"thinking": self.args.thinking, "candidates_meta": self.meta}  # beside the old meta
+                _, new[turn] = await self.sample_turn(history, (*key, turn), 0)
+        if any(new.values()):  # none outside of --candidates_share
+            meta["candidates_meta"] = self.meta  # beside the meta of the dialogue
+            for turn, message in enumerate(agent_messages(record)):
+                message.pop("candidates", None)  # of an earlier run, perhaps of another model
+                if turn in new:
+                    message["candidates"] = new[turn]
         return {"sample": sample, "answered": answered(record), "meta": meta}
 
     # loading
@@ -460,7 +465,8 @@ class TransformersEngine:
 
     def admit(self):
         """Removes and returns the waiting requests that fit, at least one if none is running."""
-        # wait until the new messages are a quarter of the batch, so that prompts are read together
+        # Wait until the new messages are a quarter of the batch, so that prompts are read together.
+        # Ended rows count as long as they are in the batch (see drop_ended_rows).
         if sum(len(request.rows) for request in self.waiting) < len(self.rows) / 4:
             return []
         new = []
@@ -620,11 +626,12 @@ class Server:
         """Returns the message that a chat model sends, without thoughts (see colbench.ACTION)."""
         reply = await self.post("/chat/completions", messages=messages)
         usage = reply.get("usage") or {}
+        n_read, n_written = usage.get("prompt_tokens") or 0, usage.get("completion_tokens") or 0
         # which model replied, because a router may choose another one than was asked for
         USAGE.get().update({f"{self.role}_replies_by_{reply.get('model')}": 1,
-                            f"{self.role}_prompt_tokens": usage.get("prompt_tokens") or 0,
-                            f"{self.role}_completion_tokens": usage.get("completion_tokens") or 0,
-                            f"{self.role}_replies_without_tokens": not usage.get("prompt_tokens")})
+                            f"{self.role}_prompt_tokens": n_read,
+                            f"{self.role}_completion_tokens": n_written,
+                            f"{self.role}_replies_without_tokens": int(n_read == 0)})
         choice = reply["choices"][0]
         reason, text = choice["finish_reason"], choice["message"]["content"] or ""
         text = without_thinking(text)
@@ -633,8 +640,8 @@ class Server:
         message = {"output": text}
         if reason in ("length", "max_tokens"):
             message["cut"] = True
-        if usage.get("completion_tokens"):
-            message["completion_tokens"] = usage["completion_tokens"]
+        if n_written:
+            message["completion_tokens"] = n_written
         return message
 
     async def complete(self, prompt, keys, max_new):
@@ -742,7 +749,8 @@ def run_meta(args, kinds=None):
     if args.agent:  # these do not reach it, so they must not tell two of its runs apart
         del meta["model"], meta["seed"]
     for name in ("agent", "human", "critic"):
-        meta[name] = fingerprint(meta[name])
+        if meta[name]:
+            meta[name] = fingerprint(meta[name])
     of_kinds = [environments()[kind] for kind in sorted(kinds or environments())]
     prompts = [(ANSWER, OUTPUT, env.agent_prompt, env.human_prompt) for env in of_kinds]
     return meta | {"version": version(), "prompts": digest(prompts)}
@@ -750,8 +758,8 @@ def run_meta(args, kinds=None):
 
 def fingerprint(who):
     """Returns a file's or folder's name with a hash of its content; an address without password."""
-    if not who or not os.path.exists(who):
-        return who and without_secrets(who)
+    if not os.path.exists(who):
+        return without_secrets(who)
     content = weights_digest(who) if os.path.isdir(who) else digest(Path(who).read_bytes())
     return f"{Path(who).name} {content}"
 
@@ -770,18 +778,24 @@ def open_to_resume(path):
     return f
 
 
-def finished_episodes(f, meta, tasks):
-    """Returns {(task id, sample)} of the episodes in an open --resume file. tasks: see Seen.
+def finished_episodes(f, meta, seen, jobs):
+    """Returns {(task id, sample)} of the episodes in an open --resume file. seen: that of stdin.
 
-    Exits if its episodes differ from this run's `meta` in a setting that both have.
+    Exits if its episodes differ from this run's `meta` in a setting that both have. jobs: all of
+    this run.
     """
     done, new = set(), settings(meta)
+    given = {(r["task"]["id"], sample): r.get("meta", {}).get("candidates_meta")
+             for r, sample in jobs if r.get("dialogue_history")}
     if not os.path.getsize(f.name):  # read_records would refuse it
         return done
-    for r in read_records(f, "sample", source=f.name, seen=Seen(tasks), with_failed=True):
+    seen.episodes.clear()  # a dialogue of stdin that got candidates is in both
+    for r in read_records(f, "sample", source=f.name, seen=seen, with_failed=True):
+        key, old = (task_id(r["task"]), r["sample"]), r.get("meta", {})
         if "failed" not in r:
-            done.add((task_id(r["task"]), r["sample"]))
-        old = r.get("meta", {})
+            done.add(key)
+        if key in given and given[key] == old.get("candidates_meta"):
+            continue  # a dialogue for which this run has sampled no candidates
         old = settings(old.get("candidates_meta", old))  # if add_candidates wrote it
         for name in new.keys() & old.keys():
             if old[name] != new[name]:
@@ -790,14 +804,14 @@ def finished_episodes(f, meta, tasks):
     return done
 
 
-def read_jobs(args, tasks):
-    """Yields (record, sample) of each episode of stdin's tasks. tasks: see Seen.
+def read_jobs(args, seen):
+    """Yields (record, sample) of each episode of stdin's tasks. seen: a colbench.Seen.
 
     The episodes of a task are numbered 0, 1, ... An existing dialogue keeps its `sample`, or gets
     the next one that is free.
     """
     taken = set()  # (task id, sample) of stdin
-    for record in read_records(sys.stdin, seen=Seen(tasks)):
+    for record in read_records(sys.stdin, seen=seen):
         task, name = record["task"], task_id(record["task"])
         record["task"] = {"kind": task_kind(task), **task, "id": name}
         k, sample = args.k, 0
@@ -828,14 +842,13 @@ MOST_FAILURES = 16  # in a row; then no further episode starts
 
 
 class Collector:
-    """Runs jobs, (record, sample), at most --concurrency at once, and writes episodes as they end.
+    """Runs jobs, (record, sample), at most --concurrency at once; emits episodes as they end.
 
     Of a failed episode it writes why; --resume runs it again. Dialogues that are too long do not
     count towards MOST_FAILURES.
     """
 
     def __init__(self, runner, jobs, emit):
-        """emit: writes a record."""
         self.runner, self.emit, self.jobs = runner, emit, deque(jobs)
         self.usage = Counter()
         self.n = Counter()  # of episodes written and failed, of messages and those truncated
@@ -888,13 +901,13 @@ class Collector:
 
 async def collect(args, emit):
     """Runs the episodes of stdin's tasks, and writes each as it ends."""
-    tasks, done = {}, set()
-    jobs = [*read_jobs(args, tasks)]
+    seen, done = Seen(), set()
+    jobs = [*read_jobs(args, seen)]
     kinds = {record["task"]["kind"] for record, _ in jobs}
     runner = await EpisodeRunner(args, kinds).load()
     if args.resume:
         resumed = open_to_resume(args.resume)  # locked until this function returns
-        done = finished_episodes(resumed, runner.meta, tasks)
+        done = finished_episodes(resumed, runner.meta, seen, jobs)
         jobs = [(record, i) for record, i in jobs if (record["task"]["id"], i) not in done]
     collector = Collector(runner, jobs, emit)
     await asyncio.gather(*(collector.worker() for _ in range(args.concurrency)))

@@ -45,7 +45,7 @@ from colbench import (Seen, agent_messages, environment, message_texts, read_rec
                       task_id, task_kind)
 from utils import digest, fail, fail_on_error, open_stdout, parser, run, say, version
 
-SYSTEM = "model", "agent", "agent_model"  # the settings that tell systems apart
+WHICH_SYSTEM = "model", "agent", "agent_model"  # the settings that tell systems apart
 
 
 def get_args(argv=None):
@@ -95,14 +95,14 @@ def task_means(episodes, most_k):
 class System(NamedTuple):
     """A system to compare."""
     tasks: dict  # {task id: {metric: mean over its episodes}}
-    facts: dict  # the fields of its result that are no metrics
+    fields: dict  # those of its result that are no metrics
 
 
 class Outcome(NamedTuple):
     """What is kept of an episode's record."""
     task: str        # its id
     key: tuple       # (file, seed, task, sample): a failed episode and a later try share it
-    made_with: dict  # {setting: value}
+    settings: dict   # {setting: value}: how it was made
     metrics: dict    # {metric: value}; None if the episode failed
     dialogue: str    # a hash of its texts
     usage: dict      # {what it has cost: number}, such as {"human_prompt_tokens": 812}
@@ -110,15 +110,15 @@ class Outcome(NamedTuple):
 
 def name_and_files(arg):
     """Returns (name, files) of NAME=FILE,FILE, or of FILE, which is named by its path."""
-    if "=" in arg:
+    if "=" in arg and not os.path.exists(arg):
         name, files = arg.split("=", 1)
         return name, files.split(",")
     return "stdin" if arg == "-" else os.path.splitext(arg)[0], [arg]
 
 
-def read_system(name, files, tasks):
-    """Returns the System of these files. tasks: of all systems, see colbench.Seen."""
-    seen = Seen(tasks)
+def read_system(name, files, seen):
+    """Returns the System of these files. seen: the colbench.Seen of all systems."""
+    seen.episodes.clear()  # two systems may have the same ones
     read = [e for path in files for e in read_file(path, seen)]
     episodes = [e for e in read if e.metrics]
     usage = Counter()
@@ -131,18 +131,18 @@ def read_system(name, files, tasks):
         fail(f"{name} has only failed episodes")
     fewest = min(len(of_task) for of_task in metrics.values())
     means = {task: task_means(metrics[task], most_k=fewest) for task in sorted(metrics)}
-    facts = {"system": name, "files": files, "version": version(),
-             "settings": all_settings(episodes),
-             "episodes": len(episodes),
-             "distinct": len({(e.task, e.dialogue) for e in episodes}),
-             "failed": len({e.key for e in read} - {e.key for e in episodes}),
-             "tasks": len(means),
-             "usage": usage}
-    return System(means, facts)
+    fields = {"system": name, "files": files, "version": version(),
+              "settings": all_settings(episodes),
+              "episodes": len(episodes),
+              "distinct": len({(e.task, e.dialogue) for e in episodes}),
+              "failed": len({e.key for e in read} - {e.key for e in episodes}),
+              "tasks": len(means),
+              "usage": usage}
+    return System(means, fields)
 
 
 def read_file(path, seen):
-    """Returns [Outcome] of a file; exits if they are of two systems. seen: a colbench.Seen."""
+    """Returns [Outcome] of a file; exits if they are of two systems. seen: see read_system."""
     source = "stdin" if path == "-" else path
     with fail_on_error(source):
         stream = sys.stdin if path == "-" else open(path, encoding="utf-8")
@@ -150,7 +150,7 @@ def read_file(path, seen):
                            with_failed=True)
     episodes = [read_episode(source, record) for record in records]
     values = all_settings(episodes)
-    for name in SYSTEM:
+    for name in WHICH_SYSTEM:
         if len(values.get(name, [])) > 1:
             fail(f"{source} has episodes of two systems, with {name} {in_words(values[name])}: "
                  "split it (two seeds: NAME=FILE,FILE)")
@@ -160,22 +160,22 @@ def read_file(path, seen):
 def read_episode(file, record):
     """Returns the Outcome of a record. The kind of task and the grader are settings, too."""
     task = record["task"]
-    made_with = {"environment": task_kind(task), **settings(record.get("meta", {}))}
-    key = file, made_with.get("seed"), task_id(task), record.get("sample")
+    of_episode = {"environment": task_kind(task), **settings(record.get("meta", {}))}
+    key = file, of_episode.get("seed"), task_id(task), record.get("sample")
     if "reward_by" in record:
-        made_with["reward_by"] = record["reward_by"]
+        of_episode["reward_by"] = record["reward_by"]
     metrics = dialogue = None
     if "failed" not in record:
         metrics = episode_metrics(record)
         dialogue = digest(message_texts(record["dialogue_history"]))
-    return Outcome(task_id(task), key, made_with, metrics, dialogue, record.get("usage", {}))
+    return Outcome(task_id(task), key, of_episode, metrics, dialogue, record.get("usage", {}))
 
 
 def all_settings(episodes):
     """Returns {setting: [its different values, sorted]}."""
     found = defaultdict(list)
     for e in episodes:
-        for name, value in e.made_with.items():
+        for name, value in e.settings.items():
             if value not in found[name]:
                 found[name].append(value)
     return {name: sorted(found[name], key=str) for name in sorted(found)}
@@ -189,7 +189,7 @@ def in_words(values):
 
 def result(system, first, metrics):
     """Returns the JSON record of a system. metrics: the names of all systems' metrics."""
-    out = dict(system.facts)
+    out = dict(system.fields)
     for metric in metrics:
         values = [means[metric] for means in system.tasks.values() if metric in means]
         out |= mean_and_interval(metric, values, is_share=metric not in COUNTS)
@@ -202,7 +202,7 @@ def minus_first(system, first, metrics):
     """Returns the mean differences from the first system, on the tasks that both have."""
     pairs = [(means, first.tasks[task]) for task, means in system.tasks.items()
              if task in first.tasks]
-    out = {"first": first.facts["system"], "common": len(pairs)}
+    out = {"first": first.fields["system"], "common": len(pairs)}
     for metric in metrics:
         gaps = [ours[metric] - theirs[metric] for ours, theirs in pairs
                 if metric in ours and metric in theirs]
@@ -290,7 +290,7 @@ def notes(results):
         lines[0] += f" graded by {in_words(first['settings']['reward_by'])}"
     if any({r["tasks"], r["common"]} != {first["tasks"]} for r in others):
         lines.append("NOT THE SAME TASKS: only the differences compare, which are of common ones")
-    for name in sorted({name for r in results for name in r["settings"]} - {*SYSTEM, "seed"}):
+    for name in sorted({name for r in results for name in r["settings"]} - {*WHICH_SYSTEM, "seed"}):
         known = [(r["system"], r["settings"][name]) for r in results if name in r["settings"]]
         values = [value for _, of_system in known for value in of_system]
         if any(value != values[0] for value in values):
@@ -302,8 +302,8 @@ def notes(results):
 # --- the program ----------------------------------------------------------------------------------
 
 def main(args):
-    emit, tasks = open_stdout(), {}  # tasks: of all systems, see colbench.Seen
-    systems = [read_system(*name_and_files(arg), tasks) for arg in args.files]
+    emit, seen = open_stdout(), Seen()
+    systems = [read_system(*name_and_files(arg), seen) for arg in args.files]
     metrics = list(dict.fromkeys(metric for system in systems for means in system.tasks.values()
                                  for metric in means))
     results = [result(system, systems[0], metrics) for system in systems]

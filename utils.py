@@ -43,7 +43,8 @@ HERE = os.path.dirname(os.path.abspath(__file__))
 RANK = int(os.environ.get("RANK") or 0)  # torchrun sets both; without it this is rank 0 of 1
 WORLD = int(os.environ.get("WORLD_SIZE") or 1)
 WARNINGS = {}  # {what: [example]}
-USAGE = ContextVar("usage", default=Counter())  # of collect.py's running episode: colbench.RECORD
+# The usage (colbench.RECORD) of collect.py's running episode; here, so that FILE.py can import it
+USAGE = ContextVar("usage", default=Counter())
 
 
 # --- flags ----------------------------------------------------------------------------------------

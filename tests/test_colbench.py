@@ -22,6 +22,7 @@ SENT = [  # what the human is shown, and the answer that it marks
     (f"**{ANSWER}** def f(x): return x", "def f(x): return x"), (f"{ANSWER} **a**", "**a**"),
     (f"{ANSWER}\n\n    x = 1\n\n    if x:\n        y = 2", "x = 1\n\nif x:\n    y = 2"),
     (f"```python\n{ANSWER} x = 1\n```", "```\n x = 1\n```"),  # in a fence
+    ('Is it "I want to answer:" that I write?', None), ("<b>Soon</b> I want to answer:", None),
     ("Shall f cut what is before </think>?", None), ("is <think>a</think> a thought?", None),
     (f"{ANSWER} def f(x): return x.split('</think>')[-1]",
      "def f(x): return x.split('</think>')[-1]"),

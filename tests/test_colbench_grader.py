@@ -76,6 +76,9 @@ VERDICTS = [  # an answer, and its verdict or those of each test
      'value refused "TypeError: E"'),
     ("class E(int):\n    def __eq__(s, o): return True\n    __hash__ = int.__hash__\n"
      "def f(x): return E(0)", "wrong value"),
+    ("class E(int): pass\ndef f(x): return E(2 * x)", "pass"),
+    ("import numbers\nclass E:\n    def __init__(s, x): s.x = x\n    def as_integer_ratio(s): "
+     "return 2 * s.x, 1\nnumbers.Real.register(E)\nf = E", "pass"),
     (doing("yield x"), 'value refused "TypeError: generator"'),
     (HONEST + "#" * (1 << 20), "pass")]
 ODDITIES = {  # honest code of all kinds, all right

@@ -296,6 +296,7 @@ def test_a_message_without_text_fails_its_episode_and_says_what_to_try(tasks, pl
     assert str(end).startswith("error: 5 episodes failed")
     reasons = re.findall(r"failed: ValueError: the reply is empty or incomplete: (.*)", said)
     assert reasons == ["stop", "length", "length", "stop", "content_filter"]
+    assert {type(n) for r in playing.failed for n in r["usage"].values()} == {int}
 
 
 @pytest.mark.parametrize("agents, humans, want", [

@@ -351,12 +351,12 @@ def test_two_tasks_of_one_id_are_not_compared(run):
 
 
 def test_names(run, tmp_path):
-    """A file is named by its path. That may hold a = if a name is given."""
+    """A file is named by its path. NAME=FILE that is a path itself is one."""
     rs = [episode("x")]
     (tmp_path / "lr=1").mkdir()
     (tmp_path / "runs").mkdir()
-    found, _ = run("runs/test.jsonl", "test.jsonl", "a=lr=1/x.jsonl", "-", stdin=rs, test=rs,
+    found, _ = run("runs/test.jsonl", "test.jsonl", "a=lr=1/x.jsonl", "lr=1/x.jsonl", "-", stdin=rs, test=rs,
                    **{"runs/test": rs, "lr=1/x": rs})
     assert [(r["system"], r["files"]) for r in found] == [
         ("runs/test", ["runs/test.jsonl"]), ("test", ["test.jsonl"]), ("a", ["lr=1/x.jsonl"]),
-        ("stdin", ["-"])]
+        ("lr=1/x", ["lr=1/x.jsonl"]), ("stdin", ["-"])]
