@@ -236,21 +236,16 @@ class EpisodeRunner:
         return action
 
     async def add_candidates(self, record, sample):
-        """Samples candidates for a dialogue's messages; returns the new fields of its record.
-
-        If none are sampled, those of an earlier run stay, with their candidates_meta.
-        """
+        """Replaces the candidates of a dialogue's messages; returns the new fields of its record."""
         key = self.args.seed, task_id(record["task"]), sample
-        meta, new = {"thinking": self.args.thinking}, {}  # new: {turn: candidates}
-        for turn, (history, _) in enumerate(turn_actions(record)):
+        for turn, (history, actions) in enumerate(turn_actions(record)):
+            message = actions[0]
+            message.pop("candidates", None)  # of an earlier run, perhaps of another model
             with suppress(ContextFull):
-                _, new[turn] = await self.sample_turn(history, (*key, turn), 0)
-        if any(new.values()):  # none outside of --candidates_share
-            meta["candidates_meta"] = self.meta  # beside the meta of the dialogue
-            for turn, message in enumerate(agent_messages(record)):
-                message.pop("candidates", None)  # of an earlier run, perhaps of another model
-                if turn in new:
-                    message["candidates"] = new[turn]
+                _, candidates = await self.sample_turn(history, (*key, turn), 0)
+                if candidates:
+                    message["candidates"] = candidates
+        meta = {"thinking": self.args.thinking, "candidates_meta": self.meta}  # beside the old meta
         return {"sample": sample, "answered": answered(record), "meta": meta}
 
     # loading
@@ -778,24 +773,19 @@ def open_to_resume(path):
     return f
 
 
-def finished_episodes(f, meta, seen, jobs):
+def finished_episodes(f, meta, seen):
     """Returns {(task id, sample)} of the episodes in an open --resume file. seen: that of stdin.
 
-    Exits if its episodes differ from this run's `meta` in a setting that both have. jobs: all of
-    this run.
+    Exits if its episodes differ from this run's `meta` in a setting that both have.
     """
     done, new = set(), settings(meta)
-    given = {(r["task"]["id"], sample): r.get("meta", {}).get("candidates_meta")
-             for r, sample in jobs if r.get("dialogue_history")}
     if not os.path.getsize(f.name):  # read_records would refuse it
         return done
-    seen.episodes.clear()  # a dialogue of stdin that got candidates is in both
+    seen.episodes.clear()  # those of stdin get candidates, so they may be in both
     for r in read_records(f, "sample", source=f.name, seen=seen, with_failed=True):
-        key, old = (task_id(r["task"]), r["sample"]), r.get("meta", {})
         if "failed" not in r:
-            done.add(key)
-        if key in given and given[key] == old.get("candidates_meta"):
-            continue  # a dialogue for which this run has sampled no candidates
+            done.add((task_id(r["task"]), r["sample"]))
+        old = r.get("meta", {})
         old = settings(old.get("candidates_meta", old))  # if add_candidates wrote it
         for name in new.keys() & old.keys():
             if old[name] != new[name]:
@@ -907,7 +897,7 @@ async def collect(args, emit):
     runner = await EpisodeRunner(args, kinds).load()
     if args.resume:
         resumed = open_to_resume(args.resume)  # locked until this function returns
-        done = finished_episodes(resumed, runner.meta, seen, jobs)
+        done = finished_episodes(resumed, runner.meta, seen)
         jobs = [(record, i) for record, i in jobs if (record["task"]["id"], i) not in done]
     collector = Collector(runner, jobs, emit)
     await asyncio.gather(*(collector.worker() for _ in range(args.concurrency)))
