@@ -236,7 +236,7 @@ class EpisodeRunner:
         return action
 
     async def add_candidates(self, record, sample):
-        """Replaces the candidates of a dialogue's messages; returns the new fields of its record."""
+        """Gives a dialogue's messages new candidates; returns the new fields of its record."""
         key = self.args.seed, task_id(record["task"]), sample
         for turn, (history, actions) in enumerate(turn_actions(record)):
             message = actions[0]
