@@ -213,8 +213,8 @@ def add_scores(trajectories, logps, ref_logps):
         for action in chain(*t.actions):
             action.fields.pop("advantage", None)  # left by an earlier critic
             if action.turn:
-                value = advantage(logps[action.turn], ref_logps[action.turn])
-                action.fields["advantage"] = value.item()  # in t.record, too
+                a = advantage(logps[action.turn], ref_logps[action.turn])
+                action.fields["advantage"] = a.item()  # in t.record, too
         t.record.pop("value", None)
         if turns := t.turns():
             t.record["value"] = trajectory_value(turns, logps, ref_logps).item()

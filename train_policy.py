@@ -132,17 +132,17 @@ def candidate_pairs(args, candidates, ref_logps):
     that maximizes E[A] - w KL(pi || pi_ref). A truncated candidate is never chosen, because it has
     no end token.
     """
-    def value(candidate):
+    def rank(candidate):
         if not args.logprob_weight:
             return candidate.fields["advantage"]
         logp = ref_logps[candidate.turn].sum().item()
         return candidate.fields["advantage"] + args.logprob_weight * logp
 
-    ranked = sorted(scored_candidates(candidates), key=value, reverse=True)
+    ranked = sorted(scored_candidates(candidates), key=rank, reverse=True)
     half = len(ranked) // 2  # an odd one out in the middle is skipped
-    pairs = [Pair((chosen.turn,), (rejected.turn,), value(chosen), value(rejected))
+    pairs = [Pair((chosen.turn,), (rejected.turn,), rank(chosen), rank(rejected))
              for chosen, rejected in product(ranked[:half], ranked[len(ranked) - half:])
-             if value(chosen) > value(rejected) and chosen.turn != rejected.turn
+             if rank(chosen) > rank(rejected) and chosen.turn != rejected.turn
              and not chosen.fields.get("cut")]
     # seeded by the candidates' token ids, not by the order of the records
     rng("pairs", args.seed, *(c.turn.action for c in ranked)).shuffle(pairs)

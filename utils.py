@@ -92,7 +92,10 @@ def machine_flags(p):
 # --- training: the learning rate and the --out directory ------------------------------------------
 
 def lr_at(step, steps, peak):
-    """Returns the learning rate of a 0-based step: linear warm-up to `peak`, cosine to a tenth."""
+    """Returns the learning rate of a 0-based step: linear warm-up to `peak`, cosine to a tenth.
+
+    The warm-up takes 3 % of the steps, but three of them, or a third of a shorter run, at least.
+    """
     warmup = max(round(0.03 * steps), min(3, steps // 3))
     if step < warmup:
         return peak * (step + 1) / warmup
