@@ -24,6 +24,7 @@ forge.
 import __future__
 import ast
 import asyncio
+import builtins
 import concurrent.futures
 import contextlib
 import ctypes
@@ -270,7 +271,7 @@ class Environment:
         return self.grade({"task": task, "answer": task["ground_truth"]})
 
     def grade(self, record):
-        """Returns {"reward": 0 to 1} and further fields for the record, such as "failure".
+        """Returns {"reward": -1 to 1} and further fields for the record, such as "failure".
 
         record: "task", "answer" and, of an episode, "dialogue_history". "reward_by" names the
         grader, because rewards of different graders are not comparable.
@@ -412,7 +413,7 @@ RECORD = {                 # an episode: its key is (task id, sample)
     "value": float,        # by which the critic ranks episodes: the sum of advantages (eq. 2)
     "failed": str,         # why there is no episode, nor any field but task, sample, usage and meta
     "usage": {str: int},   # what it cost, such as {"human_prompt_tokens": 812}
-    "comparison": str,     # preferences: only records with the same text are compared
+    "comparison": str,     # preferences: which pair it belongs to; only its two are compared
     "meta": {              # how it was sampled
         "model_weights": str,
         "seed": int,
@@ -480,7 +481,7 @@ def read_records(stream, *fields, source="stdin", seen=None, with_failed=False):
         try:
             if "task" not in record and "problem_description" in record:
                 record = {"task": record}  # ColBench's published task files hold bare tasks
-            check_record(record, fields)
+            clean_record(record, fields)
             seen.add(record, place)
         except ValueError as e:
             fail(f"{place}: {e}")
@@ -492,12 +493,12 @@ def read_records(stream, *fields, source="stdin", seen=None, with_failed=False):
         say(f"{n_failed} records of failed episodes in {source} are left out")
 
 
-def check_record(record, fields):
-    """Raises ValueError if a record by itself is invalid. fields: see read_records.
+def clean_record(record, fields):
+    """Drops nulls, and rounds a reward within 1e-9 of 1 or 0; ValueError if a record is invalid.
 
-    Rounds a reward within 1e-9 of 1 or 0, so that the sum of ten times 0.1 counts as solved.
+    So the sum of ten times 0.1 counts as solved. fields: see read_records.
     """
-    check_shape(record, RECORD)
+    clean_shape(record, RECORD)
     check_dialogue(record.get("dialogue_history", []), "dialogue_history")
     if "reward" in record:
         reward = record["reward"]
@@ -519,21 +520,21 @@ TYPE_NAMES = {str: "text", bool: "true or false", int: "an integer", float: "a n
               list: "a list", dict: "an object"}
 
 
-def check_shape(value, shape, path=""):
-    """Raises ValueError if a value does not have the shape; drops known keys that are null."""
+def clean_shape(value, shape, path=""):
+    """Drops known keys that are null; raises ValueError if a value does not have the shape."""
     wanted = shape if isinstance(shape, type) else type(shape)
     if not isinstance(value, (int, float) if wanted is float else wanted):
         raise ValueError(f"{path} is not {TYPE_NAMES[wanted]}")
     if isinstance(shape, list):
         for i, item in enumerate(value):
-            check_shape(item, shape[0], f"{path}[{i}]")
+            clean_shape(item, shape[0], f"{path}[{i}]")
     if isinstance(shape, dict):
         for key in list(value):
             expected = shape.get(key, shape.get(str))
             if expected is not None and value[key] is None:
                 del value[key]
             elif expected is not None:
-                check_shape(value[key], expected, f"{path}.{key}".lstrip("."))
+                clean_shape(value[key], expected, f"{path}.{key}".lstrip("."))
 
 
 def check_dialogue(history, name):
@@ -579,10 +580,10 @@ class Seen:
 def grade_records(records, args, references=False):
     """Yields (record, the fields that its environment's `grade` returns), in order.
 
-    references: grade the tasks' references instead, by `grade_reference`. With each record that
-    comes those leave that are graded; at most 4 x --workers are under way. An error of the input,
-    such as an invalid line, a task without tests or a missing browser, is raised when the records
-    before it are graded.
+    references: grade the tasks' references instead, by `grade_reference`. At most 4 x --workers
+    records are read before the first of them is yielded. An error of the input, such as an invalid
+    line, a task without tests or a missing browser, is raised when the records before it are
+    graded.
     """
     opened, jobs, input_error = set(), deque(), None
     with contextlib.ExitStack() as stack, \
@@ -620,9 +621,8 @@ class GraderError(OSError):
 
 # --- backend: the grader of functions -------------------------------------------------------------
 
-LIMITS = {
-    "test": 1, "answer": 6,  # seconds per test, per answer; references get three times as many
-    "text": 3}  # seconds to turn a value into text, by which it is compared
+# seconds per test and per answer; references get three times as many
+LIMITS = {"test": 1, "answer": 6}
 MAY_VARY = "its value may vary: it draws random numbers or reads a clock"
 # A reference or test that may draw random numbers, depend on memory addresses or read a clock.
 RANDOM_OR_CLOCK = re.compile(r"\b(random|randMatrix|urandom|secrets|uuid[14])\b|\b(id|hash)\("
@@ -650,6 +650,7 @@ class Grader:
     def __init__(self, rules="honest", workers=2):
         self.official = rules == "official"
         self.expected = {}  # {digest of a reference and its tests: its results}
+        self.locks = defaultdict(threading.Lock)  # one for each of these
         # a worker is {whether its answers may import PACKAGES: ForkServer}
         self.workers = [{} for _ in range(workers)]
         self.idle = queue.LifoQueue()  # last in, first out, so that a light load uses few workers
@@ -674,8 +675,9 @@ class Grader:
                 return with_reward(task, [reason] * len(tests))
             answer = first_block(answer)
         key = digest([task["ground_truth"], tests])
-        if key not in self.expected:
-            self.expected[key] = self.results_of(task["ground_truth"], tests, time_factor=3)
+        with self.locks[key]:  # the answers to a task come at the same time
+            if key not in self.expected:
+                self.expected[key] = self.results_of(task["ground_truth"], tests, time_factor=3)
         expected = self.expected[key]
         useful = [i for i, result in enumerate(expected) if has_value(result)]
         results = dict(zip(useful, self.results_of(answer, [tests[i] for i in useful])))
@@ -785,7 +787,6 @@ LIBC = ctypes.CDLL(None, use_errno=True)
 LIBC.prctl.argtypes = [ctypes.c_int] + 4 * [ctypes.c_ulong]
 MEMORY = 1 << 30     # bytes of address space that a child may add to its server's
 MESSAGE_BYTES = 100  # length of each message of a child
-RETURNED = b"returned"  # what a child sends before it turns the value of a test into text
 # Modules to load before the fork, because children can't open files: the standard library, numpy
 # and sympy, and what these two import lazily. Servers without packages fork faster, so only answers
 # whose text names a package get the others.
@@ -843,8 +844,6 @@ class ForkServer:
                 started = time_used()
                 result = receive(ours, time_used, started + min(per_test, total - seconds))
                 seconds += time_used() - started
-                if result == RETURNED:  # its text takes time of ours, not of the answer's
-                    result = receive(ours, time_used, time_used() + LIMITS["text"])
                 results.append(result)
                 if isinstance(result, str):
                     break  # the child has ended
@@ -1029,9 +1028,7 @@ def run_tests(request, result_fd):
         return
     for test in tests:
         try:
-            value = value_of(programs, test, official)
-            send(result_fd, RETURNED.decode())
-            result = result_of(value, official)
+            result = result_of(value_of(programs, test, official), official)
         except BaseException as e:  # also SystemExit and KeyboardInterrupt
             result = raised(e)
         send(result_fd, result)
@@ -1069,7 +1066,9 @@ def value_of(programs, test, official):
 
 def split_at_final_version(programs, test):
     """Returns (the programs up to the last one that binds the tested function, those behind it)."""
-    tested = {node.id for node in ast.walk(ast.parse(test)) if isinstance(node, ast.Name)}
+    tested = {node.func.id for node in ast.walk(ast.parse(test))
+              if isinstance(node, ast.Call) and isinstance(node.func, ast.Name)}
+    tested -= vars(builtins).keys()  # an example behind it may bind max
     ends = [end for end, program in enumerate(programs, 1) if tested & program.names]
     end = max(ends, default=len(programs))
     return programs[:end], programs[end:]

@@ -43,13 +43,13 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
 from colbench import (ANSWER, OUTPUT, RECORD, Episode, Renderer, RenderError, Seen,
-                      agent_messages, answered, check_shape, environment, environments,
+                      agent_messages, answered, clean_shape, environment, environments,
                       human_prompt, read_records, settings, task_id, task_kind, without_thinking)
-from model import (find_model, load, load_lm, read_actions, reference_logps, score, turn_actions,
-                   weights_digest)
+from model import (find_model, load, load_lm, read_actions, reference_logps, turn_actions,
+                   turn_logps, weights_digest)
 from train_critic import advantage, check_pi_ref, read_critic
 from utils import (USAGE, cpus, digest, fail, fail_on_error, open_stdout, parser, private_copy,
-                   positive, progress, rng, run, say, version)
+                   positive, print_warnings, progress, rng, run, say, version)
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
@@ -175,7 +175,10 @@ class EpisodeRunner:
                 break
             episode.act(message)
             if not episode.ended:
-                episode.reply(await call_user_function(self.reply, task, episode.history))
+                reply = await call_user_function(self.reply, task, episode.history)
+                if not isinstance(reply, str):
+                    raise ValueError(f"reply() must return text, not {reply!r}")
+                episode.reply(reply)
         return {"sample": sample, **episode.fields(), "meta": self.meta}
 
     async def next_message(self, task, history, key):
@@ -183,7 +186,9 @@ class EpisodeRunner:
         if self.act:
             message = await call_user_function(self.act, task, history)
             if not isinstance(message, str):
-                check_shape(message, RECORD["dialogue_history"][0], "act()'s message")
+                clean_shape(message, RECORD["dialogue_history"][0], "act()'s message")
+                if "output" not in message:
+                    raise ValueError("act()'s message has no output")
             return message
         actions, candidates = await self.sample_turn(history, key, self.args.best_of)
         message = actions[0]
@@ -275,11 +280,9 @@ class EpisodeRunner:
         return self
 
     def load_chat(self):
-        """Loads the chat template of --model, and what the episodes need of its configuration."""
+        """Loads the chat template of --model."""
         args = self.args
-        folder, self.chat, config = find_model(args.model, weights=not args.engine)
-        config = config.get_text_config()
-        self.max_context = getattr(config, "max_position_embeddings", None) or math.inf
+        folder, self.chat, self.max_context = find_model(args.model, weights=not args.engine)
         self.opening = self.chat.opening(args.thinking)
         if not args.engine or os.path.isdir(args.model):  # else the weights need not be here
             self.meta["model_weights"] = weights_digest(folder)
@@ -346,7 +349,7 @@ def sampling_logps(args, logits):
     return logps
 
 
-def sample(args, logits, generators):
+def sample_tokens(args, logits, generators):
     """Samples a token per row of logits, (R, V); returns tokens and log-probs, both (R,)."""
     logps = sampling_logps(args, logits)
     if args.temperature:
@@ -374,19 +377,21 @@ class Critic:
     """
 
     def __init__(self, args):
-        critic = read_critic(args.critic) or {"model": args.model, "ref_context": "agent"}
-        check_pi_ref(args.critic, critic["model"])
-        self.ref_reads_hidden, self.thinking = critic["ref_context"] == "hidden", args.thinking
+        flags = read_critic(args.critic).get("args", {})
+        pi_ref = flags.get("model", args.model)
+        check_pi_ref(args.critic, pi_ref)
+        self.ref_reads_hidden = flags.get("ref_context") == "hidden"
+        self.thinking = args.thinking
         self.pi, self.chat = load(args.critic, DEVICE, args.dtype)
-        self.pi_ref, _ = load(critic["model"], DEVICE, args.dtype)
+        self.pi_ref, _ = load(pi_ref, DEVICE, args.dtype)
 
     def advantages(self, task, history, actions):
         record = {"task": task, "meta": {"thinking": self.thinking}}
         read = read_actions(self.chat, record, history, actions, pi_reads_hidden=True,
                             ref_reads_hidden=self.ref_reads_hidden)
         ref_turn_of = {action.turn: action.ref_turn for action in read}
-        ref_logps = reference_logps(self.pi_ref, ref_turn_of, TREE_TOKENS)
-        logps = score(self.pi, list(ref_logps), TREE_TOKENS)
+        ref_logps = reference_logps(self.pi_ref, ref_turn_of, TREE_TOKENS, label=None)
+        logps = turn_logps(self.pi, list(ref_logps), TREE_TOKENS)
         return [advantage(logps[x.turn], ref_logps[x.turn]).item() for x in read]
 
 
@@ -425,7 +430,7 @@ class TransformersEngine:
         self.lm.set_attn_implementation("grouped")
         self.args, self.stop = args, stop
         self.waiting, self.running = [], []  # requests
-        self.loop = None  # the task that computes steps
+        self.stepping = None  # the task that computes steps
         self.rows = []  # the batch
         self.mask = self.cache = None  # (R, W), 0 for padding; the rows' keys and values
 
@@ -433,8 +438,8 @@ class TransformersEngine:
         rows = [Row(key, max_new) for key in keys]
         result = asyncio.get_running_loop().create_future()
         self.waiting.append(Request(tuple(prompt), rows, len(prompt) + max_new, result))
-        if self.loop is None or self.loop.done():
-            self.loop = asyncio.create_task(self.run_steps())
+        if self.stepping is None or self.stepping.done():
+            self.stepping = asyncio.create_task(self.run_steps())
         return await result
 
     async def run_steps(self):
@@ -522,7 +527,7 @@ class TransformersEngine:
     def append_tokens(self, logits, rows):
         """Samples the next token of each row that has not ended, from its logits."""
         live = [i for i, row in enumerate(rows) if not row.ended]
-        tokens, logps = sample(self.args, logits[live], [rows[i].rng for i in live])
+        tokens, logps = sample_tokens(self.args, logits[live], [rows[i].rng for i in live])
         for i, token, logp in zip(live, tokens.tolist(), logps.tolist()):
             row = rows[i]
             row.ids.append(token)
@@ -602,8 +607,8 @@ class Server:
         if wanted not in (None, name):
             say(f"{self.name} serves {name}, which is taken for --model {wanted}")
         if name not in served:
-            fail(f"{self.name} serves {', '.join(served)}, not {name}; choose one by "
-                 "--human_params or --agent_params, or for --engine by --model")
+            fail(f"{self.name} serves {', '.join(served)}; choose one by --human_params or "
+                 "--agent_params, or for --engine by --model")
         self.body["model"] = name
         return served[name] or math.inf
 
@@ -902,6 +907,7 @@ async def collect(args, emit):
     collector = Collector(runner, jobs, emit)
     await asyncio.gather(*(collector.worker() for _ in range(args.concurrency)))
     n = collector.n
+    print_warnings()  # of the critic
     say(f"wrote {n['written']} episodes ({len(done)} more in the --resume file); "
         f"{100 * n['truncated'] / max(1, n['messages']):.1f} % of messages truncated")
     say(f"usage: {dict(collector.usage)}")

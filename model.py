@@ -5,7 +5,7 @@ one character per token, chr(id), because strings sort, slice, compare and hash 
 4 bytes per token. Every loss and score is a function of the log-probs that `forward` returns.
 
 Letters in shapes: T tokens of a tree, A tokens of all its actions, S the same but with shared
-tokens counted once, L tokens of one action, K keys of all runs, H query heads, D head size, V
+tokens counted once, L tokens of one action, K keys of all segments, H query heads, D head size, V
 vocabulary size. Dropout is always off, in training too.
 
 The sections of this file, first the method:
@@ -13,7 +13,7 @@ The sections of this file, first the method:
     records to turns         the turns of a record, as the policy, the critic and pi_ref read them
     turns to pairs           which trajectories of a task are compared; held-out tasks
     the tree of turns        the tokens of many turns, each shared prefix once
-    attention over runs      the attention that transformers' layers call
+    attention over segments  the attention that transformers' layers call
     log-probs of turns       one forward over a tree; forward and backward over many, on all ranks
     batches                  the order of training, means over a batch, the clipped gradient
 
@@ -127,9 +127,8 @@ def read_trajectories(args, *fields, pi_reads_hidden, ref_reads_hidden):
     tokens with their prompt are too long.
     """
     records = [*read_records(sys.stdin, "dialogue_history", *fields)]
-    _, chat, config = find_model(args.model)
-    config = config.get_text_config()
-    longest = min(args.max_length, getattr(config, "max_position_embeddings", None) or math.inf)
+    _, chat, max_context = find_model(args.model)
+    longest = min(args.max_length, max_context)
     trajectories = []
     for record in records:
         task = task_id(record["task"])
@@ -263,19 +262,19 @@ class Tree:
     one before, and all trajectories of a task start with its description. The tree stores each
     shared prefix once, without padding. Sorted turns are in depth-first order:
 
-        turns   a b c | d       ids      a  b  c  d  e  f  x
-                a b c | e f     pos      0  1  2  3  3  4  2    position in its sequence
-                a b   | x       parent  -1  0  1  2  2  4  1    index of the token before it
-                                runs    [a  b  c  d][e  f][x]
+        turns   a b c | d       ids        a  b  c  d  e  f  x
+                a b c | e f     pos        0  1  2  3  3  4  2    position in its sequence
+                a b   | x       parent    -1  0  1  2  2  4  1    index of the token before it
+                                segments  [a  b  c  d][e  f][x]
 
-    A run is a stretch of consecutive tokens of one path. Attention computes it as one sequence,
+    A segment is a stretch of consecutive tokens of one path. Attention computes it as one sequence,
     whose keys are all tokens of its path from the root: [e f] has the keys a b c e f.
     A plain class, because FSDP would search a tuple or dataclass for tensors to move.
     """
 
     def __init__(self, turns, device="cpu"):
         ids, pos, parent = [], [], []
-        runs = []  # [(number of queries, path)]
+        segments = []  # [(number of queries, path)]
         path = array("q")  # flat indices of a turn's tokens
         action_of = {}  # {turn: flat indices of its action}
         for turn, seq, shared in sorted_with_prefix_lengths(turns):
@@ -284,9 +283,9 @@ class Tree:
             ids += map(ord, seq[shared:])
             pos += range(shared, len(seq))
             parent += [path[i - 1] if i else -1 for i in range(shared, len(seq))]
-            if runs and shared == len(runs[-1][1]):  # the turn extends the last run
-                queries += runs.pop()[0]
-            runs.append((queries, path))
+            if segments and shared == len(segments[-1][1]):  # the turn extends the last segment
+                queries += segments.pop()[0]
+            segments.append((queries, path))
             action_of[turn] = torch.tensor(path)[len(turn.prompt):]
         scored, index = torch.cat([action_of[turn] for turn in turns]).unique(return_inverse=True)
 
@@ -296,15 +295,15 @@ class Tree:
         self.parent = tensor(parent)  # (T,) flat index of the previous token, -1 for the first
         self.scored = tensor(scored)  # (S,) unique flat indices of all actions' tokens
         self.index = tensor(index)    # (A,) scored[index] are the actions' tokens, in turn order
-        self.q = [queries for queries, _ in runs]     # number of queries of each run; sum: T
-        self.kv = [len(path) for _, path in runs]     # number of keys, its path's; sum: K
-        self.paths = torch.cat([tensor(path) for _, path in runs])  # (K,) flat indices of the keys
-        self.cu_q, self.cu_kv = (  # (runs + 1,) cumulative lengths, as FlashAttention takes them
+        self.q = [queries for queries, _ in segments]  # number of a segment's queries; sum: T
+        self.kv = [len(path) for _, path in segments]  # number of its keys, its path's; sum: K
+        self.paths = torch.cat([tensor(path) for _, path in segments])  # (K,) the keys' indices
+        self.cu_q, self.cu_kv = (  # (segments + 1,) cumulative lengths, for FlashAttention
             torch.tensor([0, *accumulate(lengths)], dtype=torch.int32, device=device)
             for lengths in (self.q, self.kv))
 
 
-# --- attention over runs --------------------------------------------------------------------------
+# --- attention over segments ----------------------------------------------------------------------
 
 def upcast(x):
     """Casts to fp32; leaves fp64 alone."""
@@ -316,8 +315,8 @@ def tree_attention(module, query, key, value, attention_mask, scaling=None, tree
     """Computes attention over a tree; the signature is that of transformers' AttentionInterface.
 
     Maps query (1, H, T, D), key and value (1, KV heads, T, D) to (1, T, H, D). The kernel gets each
-    run as one sequence, whose queries are the run's tokens and whose keys are its path. Causal mask
-    and sliding window are aligned at the end, since a run is the end of its path.
+    segment as one sequence, whose queries are the segment's tokens and whose keys are its path.
+    Causal mask and sliding window are aligned at the end, since a segment is the end of its path.
     """
     unsupported = attention_mask, kwargs.get("s_aux"), kwargs.get("softcap")
     if tree is None or any(x is not None for x in unsupported):
@@ -331,22 +330,22 @@ def tree_attention(module, query, key, value, attention_mask, scaling=None, tree
 
 
 def sdpa_kernel(q, k, v, tree, scale, window):
-    """Falls back to one scaled_dot_product_attention per run, in fp32, without FlashAttention.
+    """Falls back to one scaled_dot_product_attention per segment, in fp32, without FlashAttention.
 
     On a CPU, fp32 is faster than bf16 in the backward pass. Uses only tree.q and tree.kv.
     """
     out, dtype = [], q.dtype
     q, k, v = (upcast(x).transpose(0, 1)[None] for x in (q, k, v))  # (1, heads, T or K, D)
-    for q_run, k_run, v_run in zip(q.split(tree.q, 2), k.split(tree.kv, 2), v.split(tree.kv, 2)):
-        queries, keys = q_run.shape[2], k_run.shape[2]
+    by_segment = zip(q.split(tree.q, 2), k.split(tree.kv, 2), v.split(tree.kv, 2))
+    for q, k, v in by_segment:
+        queries, keys = q.shape[2], k.shape[2]
         mask = None  # or (queries, keys)
         if queries < keys or window >= 0:  # else is_causal is equivalent
             mask = torch.ones(queries, keys, dtype=torch.bool, device=q.device).tril(keys - queries)
             if window >= 0:
                 mask = mask.triu(keys - queries - window)
         out.append(F.scaled_dot_product_attention(
-            q_run, k_run, v_run, attn_mask=mask, is_causal=mask is None, scale=scale,
-            enable_gqa=True))
+            q, k, v, attn_mask=mask, is_causal=mask is None, scale=scale, enable_gqa=True))
     return torch.cat(out, 2)[0].transpose(0, 1).to(dtype)  # (T, H, D)
 
 
@@ -375,6 +374,11 @@ AttentionInterface.register("tree", torch.compiler.disable(tree_attention))  # i
 
 
 # --- log-probs of turns ---------------------------------------------------------------------------
+#
+# The way of a log-prob in a training step, and of its gradient back:
+#
+#     turns -> partition: parts -> Tree -> TreeLM on a rank -> forward: log-probs on all -> loss
+#     weights' gradient <- backward: a rank's own trees <- loss.backward(): log-probs' gradient
 
 def head_logps(hidden, weight, bias, targets, config):
     """Returns the log-probs of targets (N,) given hidden states (N, width), in fp32 or fp64."""
@@ -402,11 +406,8 @@ class TreeLM(torch.nn.Module):
         self.dtype = lm.dtype
         self.config = lm.config.get_text_config()
         self.head_logps = head_logps  # shard() may compile it
-
-    @property
-    def supports_trees(self):
-        """Whether a forward takes any tree; else only one turn, with the LM's own attention."""
-        return self.config._attn_implementation == "tree"
+        # whether a forward takes any tree; else only one turn, with the LM's own attention
+        self.supports_trees = False
 
     def layers(self):
         """Returns the transformer layers: the ModuleList with the most weights."""
@@ -433,60 +434,62 @@ class TreeLM(torch.nn.Module):
 
 
 class Computed(NamedTuple):
-    """A tree that this rank has computed, for backward()."""
-    tree: Tree
-    turns: list          # [Turn] of the tree
-    logps: torch.Tensor  # (A,); with the graph to the weights if it is this rank's only tree
-    is_copy: bool        # of the part before it, so that each rank has equally many: see partition
+    """What forward() leaves for backward()."""
+    flat: torch.Tensor  # all turns' log-probs on the CPU; loss.backward() ends here
+    trees: list         # [(a tree of this rank, its log-probs (A,), where they begin in flat)]
 
 
 def forward(model, turns, tree_tokens=math.inf, label=None):
-    """Returns ({turn: (L,) log-probs of its action given its prompt}, [Computed], for backward()).
+    """Returns ({turn: (L,) log-probs of its action given its prompt}, Computed).
 
     All ranks must call this with the same turns. Each computes a share of the trees, and gets the
-    log-probs of the others. They are on the CPU, in fp32 or fp64, and leaves: loss.backward() ends
-    there. Of several trees no graph is kept, so that only one tree's activations are in memory.
+    log-probs of the others. They are on the CPU, in fp32 or fp64. Of several trees no graph is
+    kept, so that only one tree's activations are in memory.
     tree_tokens: see partition. label: of a progress bar.
     """
     training = torch.is_grad_enabled()
     parts = partition(turns, tree_tokens if model.supports_trees else 0)
     n_trees = len(parts) // WORLD  # the same number on each rank, as all join every collective
     mine = range(RANK * n_trees, (RANK + 1) * n_trees)  # indices of this rank's parts
-    by_part = [torch.zeros(sum(len(turn.action) for turn in part)) for part in parts]
-    computed = []
+    lengths = [sum(len(turn.action) for turn in part) for part in parts]
+    by_part = [torch.zeros(length) for length in lengths]
+    trees = []
     for n in progress(label, mine) if label else mine:
         tree = Tree(parts[n], model.device)
         with torch.set_grad_enabled(training and n_trees == 1):
             logps = model(tree)
         by_part[n] = logps.detach().cpu()
         if training:
-            is_copy = n > 0 and parts[n] is parts[n - 1]
-            computed.append(Computed(tree, parts[n], logps, is_copy))
+            trees.append((tree, logps, sum(lengths[:n])))
     flat = torch.cat(by_part)  # 0 where other ranks have computed
     if WORLD > 1:
         dist.all_reduce(flat)
+    flat.requires_grad_(training)
     in_order = list(chain(*parts))
+    # of a part's copies, the last one's log-probs are used, so the others get no gradient
     of_turn = dict(zip(in_order, flat.split([len(turn.action) for turn in in_order])))
-    return {turn: of_turn[turn].requires_grad_(training) for turn in turns}, computed
+    return {turn: of_turn[turn] for turn in turns}, Computed(flat, trees)
 
 
-def backward(model, logps, computed):
-    """Adds to the weights' gradient what loss.backward() has left at the logps of forward().
+def backward(model, computed):
+    """Adds to the weights' gradient what loss.backward() has left at the log-probs of forward().
 
     Each of several trees is computed once more. Each rank adds the gradient of its own trees, and
-    FSDP sums them. Returns the number of tokens of this rank's trees.
+    FSDP sums them. Returns the number of tokens of this rank's trees, without copies.
     """
-    for tree, turns, of_tree, is_copy in computed:
-        if len(computed) > 1:
-            of_tree = model(tree)
-        leaves = [logps[turn] for turn in turns]
-        gradient = torch.cat([torch.zeros_like(x) if x.grad is None else x.grad for x in leaves])
-        of_tree.backward(gradient.to(of_tree.device) * (not is_copy))
-    return sum(len(x.tree.ids) for x in computed if not x.is_copy)
+    n_tokens = 0
+    for tree, logps, start in computed.trees:
+        if len(computed.trees) > 1:
+            logps = model(tree)
+        gradient = computed.flat.grad[start:start + len(logps)]
+        logps.backward(gradient.to(logps.device))
+        if gradient.any():  # a copy has none
+            n_tokens += len(tree.ids)
+    return n_tokens
 
 
 @torch.no_grad()
-def score(model, turns, tree_tokens, label=None):
+def turn_logps(model, turns, tree_tokens, label=None):
     """Returns {turn: (L,) log-probs} without gradient, see forward."""
     if not turns:
         return {}
@@ -497,9 +500,9 @@ def score(model, turns, tree_tokens, label=None):
     return logps
 
 
-def reference_logps(model, ref_turn_of, tree_tokens):
+def reference_logps(model, ref_turn_of, tree_tokens, label="pi_ref"):
     """Returns {turn: (L,) log-probs under pi_ref}. ref_turn_of: {pi's turn: pi_ref's turn}."""
-    logps = score(model, list(ref_turn_of.values()), tree_tokens, "reference")
+    logps = turn_logps(model, list(ref_turn_of.values()), tree_tokens, label)
     return {turn: logps[ref_turn] for turn, ref_turn in ref_turn_of.items()}
 
 
@@ -551,7 +554,7 @@ def mean_over_pairs(pair_loss):
 
 def measure(args, model, batch_loss, held_out, ref_logps):
     """Returns {"held_out_loss": its mean over the pairs in held_out, "held_out_" + metric: ...}."""
-    logps = score(model, turns_in(held_out), args.tree_tokens)
+    logps = turn_logps(model, turns_in(held_out), args.tree_tokens)
     loss, metrics = batch_loss(args, held_out, logps, ref_logps)
     return {f"held_out_{name}": value for name, value in {"loss": loss.item(), **metrics}.items()}
 
@@ -726,9 +729,9 @@ MODEL_FILES = ["*.json", "*.jinja", "*.model", "*.txt", "additional_chat_templat
 
 
 def find_model(path, weights=False):
-    """Returns (folder, Chat, config) of a Hugging Face folder or hub name, or fails.
+    """Returns (folder, Chat, most tokens of a context) of a Hugging Face folder or hub name.
 
-    Weights are required, and downloaded from the hub, only if `weights` is true.
+    Fails if there is none. Weights are downloaded from the hub only if `weights` is true.
     """
     folder = path
     with fail_on_error(f"no model at {path!r}"):
@@ -739,7 +742,9 @@ def find_model(path, weights=False):
         config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
         tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
     with fail_on_error(f"the chat template of {path!r} can't be used"):
-        return folder, Chat(tokenizer, folder), config
+        chat = Chat(tokenizer, folder)
+    max_context = getattr(config.get_text_config(), "max_position_embeddings", None)
+    return folder, chat, max_context or math.inf
 
 
 @functools.cache  # a trainer asks twice for its --model
@@ -778,6 +783,7 @@ def own_forward_logps(model, turns):
 def choose_attention(model, turns, own_logps, path):
     """Switches to tree attention, if that reproduces the turns' own_logps; else warns."""
     if can_support_trees(model.config):
+        model.supports_trees = True
         try:
             model.lm.set_attn_implementation("tree")
             logps, leak = logps_and_leak(model, turns)
@@ -786,6 +792,7 @@ def choose_attention(model, turns, own_logps, path):
                 return
         except Exception as e:  # any, such as AttributeError: GPT-2 has no lm.model
             say(f"warning: tree attention fails: {type(e).__name__}: {e}")
+    model.supports_trees = False
     model.lm.set_attn_implementation("eager")
     say(f"warning: {path} does not support trees: it runs turn by turn and repeats prefixes")
 
@@ -817,7 +824,7 @@ def logps_and_leak(model, turns):
 
 def verify(model, turns, own_logps, path):
     """Exits if the model, ready for use, does not reproduce the turns' own_logps."""
-    logps = torch.cat([*score(model, turns, math.inf).values()])
+    logps = torch.cat([*turn_logps(model, turns, math.inf).values()])
     if not agree(logps, own_logps, model.dtype):
         error = (logps - own_logps).abs().mean()
         fail(f"the log-probs of {path!r} differ by {error:.2g} on average from those of its own "

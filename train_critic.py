@@ -34,7 +34,7 @@ from colbench import content_hash
 from model import (all_batches, backward, check_finite, clip_gradient, find_model, forward,
                    hold_out, load, load_checkpoint, make_optimizer, mean_over_pairs, measure,
                    pair_accuracy, read_trajectories, reference_logps, run_facts, save,
-                   save_checkpoint, score, trajectory_pairs, turns_in, weights_digest)
+                   save_checkpoint, trajectory_pairs, turn_logps, turns_in, weights_digest)
 from utils import (RANK, RunLog, changed_scripts, fail, from_rank_0, init_distributed, lr_at,
                    machine_flags, open_stdout, parser, positive, read_metrics, run, say)
 
@@ -71,22 +71,22 @@ def get_args(argv=None):
     args = p.parse_args(argv)
     if not args.score:
         args.model = args.model or "meta-llama/Llama-3.1-8B-Instruct"
-    critic = read_critic(args.score) if args.score else {}
-    args.model = args.model or critic.get("model")
-    args.ref_context = args.ref_context or critic.get("ref_context", "hidden")
+    critics_flags = read_critic(args.score).get("args", {}) if args.score else {}
+    args.model = args.model or critics_flags.get("model")
+    args.ref_context = args.ref_context or critics_flags.get("ref_context", "hidden")
     if not args.model:
         fail(f"--model is needed, because {args.score} is no trained critic, which names its own")
     return args
 
 
 def read_critic(folder):
-    """Returns the flags and facts of the critic in a folder, {} if another model is there.
+    """Returns the first row of the metrics of a critic's training, {} if another model is there.
 
-    Among them: model, its pi_ref; ref_context; and tasks, the content hashes of those that it was
-    trained on.
+    In it are args, the flags; model_weights, a hash of those of pi_ref; and tasks, the content
+    hashes of those that it was trained on.
     """
     row, *_ = read_metrics(folder) or [{}]
-    return {**row["args"], **row} if "tasks" in row else {}
+    return row if "tasks" in row else {}
 
 
 # --- data -----------------------------------------------------------------------------------------
@@ -162,7 +162,7 @@ def train(args, log, trajectories, ref_turn_of, device):
         logps, computed = forward(model, turns_in(batch), args.tree_tokens)  # {turn: (L,)}
         loss, metrics = critic_loss(args, batch, logps, ref_logps)
         loss.backward()  # as far as the log-probs,
-        n_tokens = backward(model, logps, computed)  # and from there to the weights
+        n_tokens = backward(model, computed)  # and from there to the weights
         norm = clip_gradient(model)
         check_finite(step, loss=loss.item(), grad_norm=norm)
         lr = lr_at(step, len(batches), args.lr)
@@ -243,11 +243,9 @@ def print_ordered_pairs(trajectories, min_gap, trained_on):
 
 def main(args):
     emit, device = open_stdout(), init_distributed()
-    log = None
+    log = None if args.score else RunLog(args)  # locks --out before stdin is read
     if args.score:
         check_pi_ref(args.score, args.model)
-    else:
-        log = RunLog(args)  # locks --out before stdin is read
     trajectories = [] if RANK else read(args)  # only rank 0 has them
     ref_turn_of = from_rank_0(lambda: ref_turns(trajectories))
     if log:
@@ -257,7 +255,7 @@ def main(args):
         model, ref_logps = train(args, log, trajectories, ref_turn_of, device)
     else:
         model, ref_logps = load_critic(args, folder, ref_turn_of, device)
-    logps = score(model, list(ref_logps), args.tree_tokens, "advantages")
+    logps = turn_logps(model, list(ref_logps), args.tree_tokens, "advantages")
     if RANK:
         return
     add_scores(trajectories, logps, ref_logps)

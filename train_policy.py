@@ -27,7 +27,7 @@ import torch.nn.functional as F
 from model import (Pair, Trajectory, all_batches, backward, check_finite, clip_gradient,
                    comparable_groups, forward, hold_out, load, load_checkpoint, make_optimizer,
                    mean_over_pairs, measure, pair_accuracy, read_trajectories, run_facts, save,
-                   save_checkpoint, score, trajectory_pairs, turns_in)
+                   save_checkpoint, trajectory_pairs, turn_logps, turns_in)
 from utils import (RANK, RunLog, fail, from_rank_0, init_distributed, lr_at, machine_flags, parser,
                    positive, rng, run, say)
 
@@ -138,14 +138,15 @@ def candidate_pairs(args, candidates, ref_logps):
         logp = ref_logps[candidate.turn].sum().item()
         return candidate.fields["advantage"] + args.logprob_weight * logp
 
-    ranked = sorted(scored_candidates(candidates), key=rank, reverse=True)
+    ranked = [(rank(c), c) for c in scored_candidates(candidates)]
+    ranked.sort(key=lambda x: x[0], reverse=True)
     half = len(ranked) // 2  # an odd one out in the middle is skipped
-    pairs = [Pair((chosen.turn,), (rejected.turn,), rank(chosen), rank(rejected))
-             for chosen, rejected in product(ranked[:half], ranked[len(ranked) - half:])
-             if rank(chosen) > rank(rejected) and chosen.turn != rejected.turn
-             and not chosen.fields.get("cut")]
+    upper, lower = ranked[:half], ranked[len(ranked) - half:]
+    pairs = [Pair((chosen.turn,), (rejected.turn,), high, low)
+             for (high, chosen), (low, rejected) in product(upper, lower)
+             if high > low and chosen.turn != rejected.turn and not chosen.fields.get("cut")]
     # seeded by the candidates' token ids, not by the order of the records
-    rng("pairs", args.seed, *(c.turn.action for c in ranked)).shuffle(pairs)
+    rng("pairs", args.seed, *(c.turn.action for _, c in ranked)).shuffle(pairs)
     distinct = {(pair.chosen, pair.rejected): pair for pair in pairs}
     return [*distinct.values()][:args.pairs_per_turn]
 
@@ -160,7 +161,7 @@ def candidate_logps(args, trajectories, model):
     candidates = [c for t in trajectories for _, *found in t.actions
                   for c in scored_candidates(found)]
     turns = from_rank_0(lambda: sorted({c.turn for c in candidates}))
-    return score(model, turns, args.tree_tokens, "candidates")
+    return turn_logps(model, turns, args.tree_tokens, "candidates")
 
 
 def groups_to_mix(args, trajectories, n_pairs):
@@ -230,8 +231,8 @@ def train(args, log, trajectories, device):
     say(f"{n_pairs} {'trajectories' if args.loss == 'rft' else 'pairs'}, {len(batches)} steps")
     if args.loss != "rft":
         turns = turns_in(chain(*(group for _, group in groups), held_out))
-        ref_logps |= score(model, [turn for turn in turns if turn not in ref_logps],
-                           args.tree_tokens, "reference")
+        ref_logps |= turn_logps(model, [turn for turn in turns if turn not in ref_logps],
+                                args.tree_tokens, "pi_ref")
     optimizer = make_optimizer(model, args.lr)
     load_checkpoint(model, optimizer, args.out, log.step)
     log.start("policy", len(batches), pairs=n_pairs, held_out_pairs=len(held_out))
@@ -241,7 +242,7 @@ def train(args, log, trajectories, device):
         logps, computed = forward(model, turns_in(batch), args.tree_tokens)  # {turn: (L,)}
         loss, metrics = batch_loss(args, batch, logps, ref_logps)
         loss.backward()  # as far as the log-probs,
-        n_tokens = backward(model, logps, computed)  # and from there to the weights
+        n_tokens = backward(model, computed)  # and from there to the weights
         norm = clip_gradient(model)
         check_finite(step, loss=loss.item(), grad_norm=norm)
         lr = lr_at(step, len(batches), args.lr)

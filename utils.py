@@ -94,7 +94,7 @@ def machine_flags(p):
 def lr_at(step, steps, peak):
     """Returns the learning rate of a 0-based step: linear warm-up to `peak`, cosine to a tenth.
 
-    The warm-up takes 3 % of the steps, but three of them, or a third of a shorter run, at least.
+    The warm-up takes 3 % of the steps, at least three, but at most a third of a short run.
     """
     warmup = max(round(0.03 * steps), min(3, steps // 3))
     if step < warmup:

@@ -54,7 +54,7 @@ from transformers import LlamaConfig, LlamaForCausalLM  # noqa: E402
 import toy  # noqa: E402
 import train_critic  # noqa: E402
 import train_policy  # noqa: E402
-from model import (Turn, all_batches, backward, forward, load, score,  # noqa: E402
+from model import (Turn, all_batches, backward, forward, load, turn_logps,  # noqa: E402
                    turns_in)
 from plan import count_tokens, plan  # noqa: E402
 from timing import parser, ratio, show, time_alternately  # noqa: E402
@@ -177,7 +177,7 @@ def our_step(model, job, batch, ref):
     logps, computed = forward(model, turns_in(batch), TREE_TOKENS)
     loss = loss_of(job, batch, logps, ref, batch)
     loss.backward()
-    backward(model, logps, computed)
+    backward(model, computed)
     return loss.item()
 
 
@@ -310,7 +310,6 @@ class Bench:
         def results(dtype, separate):
             """Returns ([log-probs], [gradients]). separate: one forward per turn, no tree."""
             model, _ = load(self.folder, self.device, dtype)
-            by_turn, computed = {}, []
             if separate:
                 with without_trees(model):
                     logps = [model(pad([p + a], self.device))[0, len(p) - 1:] for p, a in turns]
@@ -319,7 +318,8 @@ class Bench:
                 logps = [by_turn[turn] for turn in turns]
             logps = torch.cat(logps)
             logps.mean().backward()
-            backward(model, by_turn, computed)
+            if not separate:
+                backward(model, computed)
             return [logps.detach().cpu()], [p.grad for p in model.parameters()]
 
         expected, errors = results("fp32", True), {}
@@ -340,7 +340,7 @@ class Bench:
     def step(self, job, with_rival):
         batch, epochs = self.batch(job), JOBS[job][3]
         turns = turns_in(batch) if job != "rft" else []
-        ref = score(self.pi_ref, turns, TREE_TOKENS)
+        ref = turn_logps(self.pi_ref, turns, TREE_TOKENS)
 
         def run(step, ref_or_model):
             self.model.zero_grad()
@@ -356,7 +356,7 @@ class Bench:
         gb = GPU and torch.cuda.max_memory_allocated() / 1e9
         if with_rival:
             functions["official"] = functools.partial(run, official_step, self.pi_ref)
-            functions["pi_ref"] = functools.partial(score, self.pi_ref, turns, TREE_TOKENS)
+            functions["pi_ref"] = functools.partial(turn_logps, self.pi_ref, turns, TREE_TOKENS)
             functions["official"]()  # warm-up
         seconds = timed(functions, self.args.repeats)
         fastest = min(seconds["ours"])
@@ -382,7 +382,7 @@ class Bench:
 
     def scoring(self):
         turns = read_groups("scoring", self.folder)[:2 * TURNS * (CANDIDATES + 1)]  # 2 trajectories
-        run = functools.partial(score, self.pi_ref, turns, TREE_TOKENS)
+        run = functools.partial(turn_logps, self.pi_ref, turns, TREE_TOKENS)
         fastest = min(timed({"": run}, 1 + self.args.repeats)[""])
         return {"seconds": fastest, "tokens_a_second": count_tokens(turns) / fastest}
 

@@ -37,7 +37,7 @@ import torch  # noqa: E402
 from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
 from torch.utils._pytree import tree_leaves  # noqa: E402
 from torch.utils.checkpoint import checkpoint  # noqa: E402
-from transformers import AutoModelForCausalLM  # noqa: E402
+from transformers import AutoConfig, AutoModelForCausalLM  # noqa: E402
 
 import model as M  # noqa: E402
 from colbench import environment, read_records  # noqa: E402
@@ -127,6 +127,7 @@ def peak_bytes(args, gpus, model, turns, several):
     """
     if not M.can_support_trees(model.config):
         raise ValueError("the model is computed turn by turn")
+    model.supports_trees = True
     model.lm.set_attn_implementation("tree")
     layers = [list(layer.parameters()) for layer in model.layers()]
     in_layers = set(chain(*layers))
@@ -237,7 +238,8 @@ def read_stdin(name, args):
         groups, held = trainer.make_pairs(args, trajectories, ref_logps)
         pairs = chain(*(pairs for _, pairs in groups), held)
         ref_turns = {*turns_in(pairs), *ref_logps} if args.loss != "rft" else []
-    return find_model(args.model)[2], groups, ref_turns, critic_turns
+    config = AutoConfig.from_pretrained(find_model(args.model)[0])
+    return config, groups, ref_turns, critic_turns
 
 
 def human_plan(flags):

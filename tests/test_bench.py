@@ -19,7 +19,7 @@ def test_unequal_work_is_found_out(job, tmp_path, monkeypatch):
     folder, cpu = B.make_data(str(tmp_path), 2, "tiny"), torch.device("cpu")
     model, pi_ref = B.load_perturbed(folder, cpu), B.load(folder, cpu)[0]
     batch = B.all_batches(B.read_groups(job, folder), 3, epochs=1, seed=0)[0]
-    given = model, pi_ref, job, batch, B.score(pi_ref, B.turns_in(batch), B.TREE_TOKENS)
+    given = model, pi_ref, job, batch, B.turn_logps(pi_ref, B.turns_in(batch), B.TREE_TOKENS)
     assert B.difference_of_steps(*given) < 1e-5
     loss_of = B.loss_of  # official_step takes one pair of the batch at a time
     monkeypatch.setattr(B, "loss_of", lambda job, pairs, *more: loss_of(job, pairs, *more)

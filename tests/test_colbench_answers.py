@@ -175,6 +175,9 @@ def test_behind_the_final_version_nothing_is_run_but_what_it_lacks(grader, quick
     for blocks, reward in LATER:
         answer = fenced(*blocks) if len(blocks) > 1 else blocks[0]
         assert grader.grade(DOUBLE, answer)["reward"] == reward, answer
+    of_max = task("def f(x): return x * 2", "f(max(1, 2))", "[f(x) for x in [2]]")
+    example = fenced(RIGHT, "max = x = 3\nprint(f(max))\nwhile True: pass")
+    assert grader.grade(of_max, example)["reward"] == 1
 
 
 BINDINGS = [  # statements that bind f to a lambda

@@ -541,8 +541,9 @@ def test_a_reference_runs_once_for_the_same_tests(grader, monkeypatch):
     code, runs, run = "def f(x): return 2 * x  # once", [], grader.results_of
     monkeypatch.setattr(grader, "results_of",
                         lambda text, *rest, **more: runs.append(text) or run(text, *rest, **more))
-    for test in ("f(1)", "f(2)", "f(1)"):
-        assert grader.grade(task(code, test), HONEST)["reward"] == 1
+    with ThreadPoolExecutor(6) as pool:
+        for graded in pool.map(lambda n: grader.grade(task(code, f"f({n % 2})"), HONEST), range(12)):
+            assert graded["reward"] == 1
     assert runs.count(code) == 2
 
 
@@ -638,24 +639,6 @@ def test_a_child_that_is_killed_from_outside_runs_again_and_twice_is_no_verdict(
         else:
             with pytest.raises(GraderError, match="a child was killed"):
                 job.result()
-
-
-@pytest.mark.parametrize("form", ["[{} for i in range({})]", "{{i: {} for i in range({})}}"])
-def test_the_time_to_turn_a_value_into_text_is_not_charged(form, grader, monkeypatch):
-    """The call takes a fraction of what a test may, the text of its value a multiple."""
-    monkeypatch.setattr(colbench, "LIMITS", {**colbench.LIMITS, "test": .2, "answer": .5,
-                                             "text": 60})
-    r = random.Random(form)
-    for _ in range(2):
-        body = form.format(r.choice(["i", "i / 7", "(i,)"]), r.randrange(200_000, 300_000))
-        large = task(f"def f(x): return {body}", "f(1)", "f(2)")
-        exec(large["ground_truth"], space := {})
-        begin = time.process_time()
-        value = space["f"](1)
-        called = time.process_time()
-        colbench.as_text(value)
-        assert called - begin < .2 < time.process_time() - called + .1
-        assert grader.grade(large, large["ground_truth"])["reward"] == 1, large
 
 
 def test_only_root_may_read_a_server():

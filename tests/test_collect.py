@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM
 
 import colbench
 import collect
@@ -250,7 +250,7 @@ def test_best_of_sends_the_critics_favourite(ref_reads, thinking, tasks, rewarde
         drawn = sample(p, prompts["agent"], [(*key, j) for j in range(5)])
         turns, ref_turns = ([M.Turn(M.packed(prompts[reads]), M.packed(ids)) for ids, _ in drawn]
                             for reads in ("hidden", ref_reads))
-        logps, ref_logps = M.score(pi, turns, 4096), M.score(pi_ref, ref_turns, 4096)
+        logps, ref_logps = M.turn_logps(pi, turns, 4096), M.turn_logps(pi_ref, ref_turns, 4096)
         scores = [advantage(logps[a], ref_logps[b]).item() for a, b in zip(turns, ref_turns)]
         actions = [p.as_action(ids, sampled) for ids, sampled in drawn]
         assert p.critic(task, history, actions) == pytest.approx(scores, abs=1e-5)
@@ -684,7 +684,7 @@ MISTRAL = ("{% for m in messages %}{% if m['role'] == 'user' %}[INST] {{ m['cont
 def test_a_template_that_leaves_the_start_or_end_of_a_message_open_is_refused(
         template, eos, why, tiny_dir, tmp_path):
     """By all that load a model, at the start."""
-    _, chat, config = M.find_model(tiny_dir)
+    chat, config = M.find_model(tiny_dir)[1], AutoConfig.from_pretrained(tiny_dir)
     chat.tokenizer.chat_template, chat.tokenizer.eos_token = template, eos
     for part in chat.tokenizer, config:
         part.save_pretrained(tmp_path)
@@ -793,7 +793,8 @@ def test_a_human_is_a_file_with_a_function(tasks, tmp_path, playing):
     (r,), said, end = playing([*tasks, *[tasks[1]] * 5], *flags, "--concurrency", 4)
     assert r["task"]["id"] == ids[0]
     assert [m["content"] for m in r["dialogue_history"][2::2]] == ["2?", "4?"]
-    for name, why in zip(ids[1:], ("AttributeError: 'NoneType' ", "AttributeError: 'int' ",
+    for name, why in zip(ids[1:], ("ValueError: reply() must return text, not None",
+                                   "ValueError: reply() must return text, not 5",
                                    "KeyError: 'no such task'")):
         assert f"task {name}, sample 0 failed: {why}" in said
     assert str(end).startswith("error: 8 episodes failed; --resume FILE reruns them")

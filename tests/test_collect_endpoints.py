@@ -512,8 +512,8 @@ def test_the_model_is_asked_for_or_given_or_an_error_says_how(tasks, playing):
     flags = ["--agent", server.url, "--max_turns", 1, "--retries", 0]
     for models, params, why in (
             (["a"], {}, None), (["a", "b"], {"model": "b"}, None), ([], {"model": "b"}, None),
-            (["a", "b"], {}, f"{server.url} serves a, b, not None; choose one by --human_params"),
-            ([], {}, f"{server.url} serves , not None; ")):
+            (["a", "b"], {}, f"{server.url} serves a, b; choose one by --human_params"),
+            ([], {}, f"{server.url} serves ; choose one by ")):
         server.models = models
         played, told, end = playing(tasks[:1], *flags, "--agent_params", json.dumps(params))
         assert why in str(end) if why else end is None

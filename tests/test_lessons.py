@@ -69,7 +69,7 @@ def test_its_pairs_are_those_that_the_trainer_draws(flags, tiny_dir):
             for x in actions:
                 x["token_ids"] = chat.text_ids(x["output"] + ("" if "cut" in x else chat.end))
                 turn = M.Turn(prompt, M.packed(x["token_ids"]))
-                x["logprob"] = M.score(model, [turn], 9999)[turn].sum().item()
+                x["logprob"] = M.turn_logps(model, [turn], 9999)[turn].sum().item()
     flags = [*map(str, flags)]
     groups, held_out = read_by(given, train_policy, "--model", tiny_dir, *flags)
     assert not held_out

@@ -58,6 +58,7 @@ def two_models(family, dtype=torch.float32):
     torch.manual_seed(1)
     kind, own = FAMILIES[family]
     tree, plain = M.TreeLM(small(kind, "tree", **own)).to(dtype), small(kind, "eager", **own)
+    tree.supports_trees = True
     plain.to(dtype).load_state_dict(tree.lm.state_dict())
     plain.config._attn_implementation = "sdpa"  # exact in fp64; some families refuse to name it
     plain.config._experts_implementation = "eager"  # a loop over experts
@@ -99,14 +100,14 @@ def separate(model, turns):
     return out
 
 
-COMPUTED = {}  # {id of a model: what its last forward returned}
+COMPUTED = {}  # {id of a model: what its last forward computed}
 
 
 def by_tree(model, turns, tree_tokens=math.inf):
     """The log-probs of M.forward, in the order of the turns."""
     logps, computed = M.forward(model, turns, tree_tokens)
     if torch.is_grad_enabled():
-        COMPUTED[id(model)] = logps, computed
+        COMPUTED[id(model)] = computed
     return [logps[turn] for turn in turns]
 
 
@@ -114,7 +115,7 @@ def backward(model, loss):
     """The gradient of a loss of by_tree()."""
     loss.backward()
     if isinstance(model, M.TreeLM):
-        return M.backward(model, *COMPUTED.pop(id(model)))
+        M.backward(model, COMPUTED.pop(id(model)))
 
 
 def gradients(model, logps):
@@ -395,7 +396,8 @@ def test_wrong_attention_is_found_and_wrong_log_probs_are_refused(tiny_dir, monk
     monkeypatch.setattr(torch.Tensor, "tril", lambda mask, shift: tril(mask))
     assert not M.load(tiny_dir)[0].supports_trees and "turn by turn" in capsys.readouterr().err
     monkeypatch.setattr(M, "choose_attention",
-                        lambda model, *_: model.lm.set_attn_implementation("tree"))
+                        lambda model, *_: setattr(model, "supports_trees", True)
+                        or model.lm.set_attn_implementation("tree"))
     with pytest.raises(SystemExit, match="the log-probs of .* differ"):
         M.load(tiny_dir)
 

@@ -5,7 +5,7 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM
 
 import model as M
 import train_policy
@@ -103,7 +103,7 @@ def test_a_thought_that_the_prompt_opens_is_in_the_texts(scored, tiny_dir, tmp_p
         "<|assistant|>{% endif %}",
         "<|assistant|>{% if enable_thinking %}<think>{% endif %}{% endif %}")
     tokenizer.save_pretrained(base)
-    M.find_model(tiny_dir)[2].save_pretrained(base)
+    AutoConfig.from_pretrained(tiny_dir).save_pretrained(base)
     for record in scored:
         record["meta"] |= {"thinking": 1}
     made = written(scored, "--model", base)
@@ -150,7 +150,7 @@ def test_trl_computes_our_loss_of_the_file(scored, tiny_dir, tmp_path):
     drawn = [pair for of in groups for pair in of]
     (pi, _), (pi_ref, _) = M.load(str(moved)), M.load(tiny_dir)
     turns = M.turns_in(drawn)
-    logps, ref_logps = M.score(pi, turns, 4096), M.score(pi_ref, turns, 4096)
+    logps, ref_logps = M.turn_logps(pi, turns, 4096), M.turn_logps(pi_ref, turns, 4096)
 
     trainer = trl.DPOTrainer(
         AutoModelForCausalLM.from_pretrained(moved), AutoModelForCausalLM.from_pretrained(tiny_dir),

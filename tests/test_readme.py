@@ -70,7 +70,7 @@ def all_commands():
 
 
 def test_commands_parse(monkeypatch):
-    monkeypatch.setattr(train_critic, "read_critic", lambda folder: {"model": "m"})
+    monkeypatch.setattr(train_critic, "read_critic", lambda folder: {"args": {"model": "m"}})
     for name, argv in all_commands():
         print(name, argv)  # of which pytest shows the last one if that fails
         import_module(name).get_args(argv)
@@ -227,7 +227,7 @@ def test_the_policys_edits_of_the_margin(ranked, tiny_dir, tmp_path):
     change_weights(other, lambda state: {name: x * 1.1 for name, x in state.items()})
     groups, _ = read_by(ranked, train_policy, "--model", tiny_dir)
     pairs = [pair for group in groups for pair in group]
-    logps, other_logps = (model.score(model.load(folder)[0], model.turns_in(pairs), math.inf)
+    logps, other_logps = (model.turn_logps(model.load(folder)[0], model.turns_in(pairs), math.inf)
                           for folder in (tiny_dir, other))
 
     def change(side):  # half of log pi - log pi_ref of the other reference

@@ -19,7 +19,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 import torch  # noqa: E402
 
 from colbench import ANSWER, message_texts, read_action, read_records, task_id  # noqa: E402
-from model import (Action, Trajectory, load, read_actions, score,  # noqa: E402
+from model import (Action, Trajectory, load, read_actions, turn_logps,  # noqa: E402
                    turn_actions)
 from train_critic import get_args, print_ordered_pairs, trajectory_value  # noqa: E402
 from utils import (fail_on_error, init_distributed, open_stdout, parser,  # noqa: E402
@@ -42,7 +42,7 @@ def progress(args, steps):
     pairs = [(turn(r, history), turn(r, [*history, message, *(reply or ())]))  # (before, after)
              for _, r, history, message, reply in steps]
     unique = sorted({turn for pair in pairs for turn in pair})
-    logps = score(model, unique, args.tree_tokens, "references")
+    logps = turn_logps(model, unique, args.tree_tokens, "references")
     return [(logps[after].mean() - logps[before].mean()).item() for before, after in pairs]
 
 

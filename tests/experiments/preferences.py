@@ -37,7 +37,7 @@ from collections import Counter
 from itertools import takewhile
 
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__)))))
-from colbench import (RECORD, check_dialogue, check_shape, first_message,  # noqa: E402
+from colbench import (RECORD, check_dialogue, clean_shape, first_message,  # noqa: E402
                       task_id)
 from utils import (add_warning, digest, fail, open_stdout, parse_json,  # noqa: E402
                    parser, print_warnings, read_jsonl, run)
@@ -116,7 +116,7 @@ def records(row, args):
         thinking = int(bool(row.pop("meta")["thinking"] or thinking))
     sides = dialogues(row, args.dialogues)
     for name, dialogue in zip(("chosen", "rejected"), sides):
-        check_shape(dialogue, RECORD["dialogue_history"], name)
+        clean_shape(dialogue, RECORD["dialogue_history"], name)
         check_dialogue(dialogue, name)
         roles = [m["role"] for m in dialogue]
         if ("assistant", "assistant") in zip(roles, roles[1:]):
