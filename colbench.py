@@ -441,7 +441,12 @@ def answered(record):
 
 def task_id(task):
     """Returns the task's own id as text, else a hash of its content."""
-    return content_hash(task) if task.get("id") in (None, "") else str(task["id"])
+    own = task.get("id")
+    if own in (None, ""):
+        return content_hash(task)
+    if isinstance(own, float) and own.is_integer():
+        own = int(own)  # pandas makes 12.0 of 12
+    return str(own)
 
 
 def task_content(task):
@@ -469,20 +474,22 @@ def settings(meta):
     return {name: x for name, x in {**meta, **model}.items() if name not in MAY_DIFFER}
 
 
-def read_records(stream, *fields, source="stdin", seen=None, with_failed=False):
+def read_records(stream, *fields, source="stdin", tasks=None, with_failed=False):
     """Yields the records of a stream's lines; an invalid line is an error that names it.
 
-    fields: what a record must have, besides its task's description and reference. seen: a Seen,
-    which several streams may share. with_failed: yield failed episodes, too; else one line says how
-    many there are.
+    A task's id has one content, and no episode is twice in a stream. fields: what a record must
+    have, besides its task's description and reference. tasks: {id: (content, place)} of those read
+    so far, if several streams share them. with_failed: yield failed episodes, too; else one line
+    says how many there are.
     """
-    seen, n_failed = seen or Seen(), 0
+    tasks, episodes, n_failed = {} if tasks is None else tasks, {}, 0
     for place, record in read_jsonl(stream, source):
         try:
             if "task" not in record and "problem_description" in record:
                 record = {"task": record}  # ColBench's published task files hold bare tasks
             clean_record(record, fields)
-            seen.add(record, place)
+            check_task(record, place, tasks)
+            check_episode(record, place, episodes)
         except ValueError as e:
             fail(f"{place}: {e}")
         if "failed" in record and not with_failed:
@@ -547,32 +554,26 @@ def check_dialogue(history, name):
         raise ValueError(f"{name} starts with the assistant, not with a user or system message")
 
 
-class Seen:
-    """The tasks and episodes that have been read: an id has one content, and no episode is twice.
+def check_task(record, place, tasks):
+    """Raises ValueError if the record's task differs from that of the same id in tasks."""
+    name, content = task_id(record["task"]), task_content(record["task"])
+    first, line = tasks.setdefault(name, (content, place))
+    if content != first:
+        raise ValueError(f"the task {name} differs from the one in {line}: give one of them "
+                         "another id")
 
-    Before a stream that may repeat the episodes of an earlier one, do episodes.clear().
-    """
 
-    def __init__(self):
-        self.tasks = {}  # {task id: (content, place)}
-        self.episodes = {}  # {digest: place}
-
-    def add(self, record, place):
-        """Raises ValueError if the task differs from an earlier one, or the episode came before."""
-        name, content = task_id(record["task"]), task_content(record["task"])
-        first, line = self.tasks.setdefault(name, (content, place))
-        if content != first:
-            raise ValueError(f"the task {name} differs from the one in {line}: give one of them "
-                             "another id")
-        if "dialogue_history" not in record or "sample" not in record:
-            return  # scripted demonstrations may be equal
-        episode = [name, record["sample"], settings(record.get("meta", {})),
-                   message_texts(record["dialogue_history"])]
-        key = digest(json.dumps(episode, sort_keys=True))
-        if key in self.episodes:
-            raise ValueError(f"sample {record['sample']} of the task {name} is also in "
-                             f"{self.episodes[key]}: give each file and each line only once")
-        self.episodes[key] = place
+def check_episode(record, place, episodes):
+    """Raises ValueError if the record's episode is in episodes, {digest: place}; else adds it."""
+    if "dialogue_history" not in record or "sample" not in record:
+        return  # scripted demonstrations may be equal
+    name = task_id(record["task"])
+    episode = [name, record["sample"], settings(record.get("meta", {})),
+               message_texts(record["dialogue_history"])]
+    first = episodes.setdefault(digest(json.dumps(episode, sort_keys=True)), place)
+    if first != place:
+        raise ValueError(f"sample {record['sample']} of the task {name} is also in {first}: give "
+                         "each line only once")
 
 
 # --- grading many records -------------------------------------------------------------------------

@@ -42,7 +42,7 @@ from transformers import AttentionInterface, AttentionMaskInterface, DynamicCach
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
-from colbench import (ANSWER, OUTPUT, RECORD, Episode, Renderer, RenderError, Seen,
+from colbench import (ANSWER, OUTPUT, RECORD, Episode, Renderer, RenderError,
                       agent_messages, answered, clean_shape, environment, environments,
                       human_prompt, read_records, settings, task_id, task_kind, without_thinking)
 from model import (find_model, load, load_lm, read_actions, reference_logps, turn_actions,
@@ -586,7 +586,7 @@ class Server:
     def __init__(self, args, role, url, body):
         self.role, self.name, self.body = role, without_secrets(url), body
         self.timeout = args.timeout
-        key = next(filter(None, map(os.environ.get, API_KEYS[role])), "none")
+        key = next(filter(None, map(os.environ.get, API_KEYS[role])), "none").strip()
         # a redirect could carry the key and the hidden information to another host
         self.client = openai.AsyncOpenAI(
             base_url=url, api_key=key, max_retries=args.retries,
@@ -778,16 +778,15 @@ def open_to_resume(path):
     return f
 
 
-def finished_episodes(f, meta, seen):
-    """Returns {(task id, sample)} of the episodes in an open --resume file. seen: that of stdin.
+def finished_episodes(f, meta, tasks):
+    """Returns {(task id, sample)} of the episodes in an open --resume file. tasks: of read_jobs.
 
     Exits if its episodes differ from this run's `meta` in a setting that both have.
     """
     done, new = set(), settings(meta)
     if not os.path.getsize(f.name):  # read_records would refuse it
         return done
-    seen.episodes.clear()  # those of stdin get candidates, so they may be in both
-    for r in read_records(f, "sample", source=f.name, seen=seen, with_failed=True):
+    for r in read_records(f, "sample", source=f.name, tasks=tasks, with_failed=True):
         if "failed" not in r:
             done.add((task_id(r["task"]), r["sample"]))
         old = r.get("meta", {})
@@ -799,14 +798,14 @@ def finished_episodes(f, meta, seen):
     return done
 
 
-def read_jobs(args, seen):
-    """Yields (record, sample) of each episode of stdin's tasks. seen: a colbench.Seen.
+def read_jobs(args, tasks):
+    """Yields (record, sample) of each episode of stdin's tasks. tasks: see read_records.
 
     The episodes of a task are numbered 0, 1, ... An existing dialogue keeps its `sample`, or gets
     the next one that is free.
     """
     taken = set()  # (task id, sample) of stdin
-    for record in read_records(sys.stdin, seen=seen):
+    for record in read_records(sys.stdin, tasks=tasks):
         task, name = record["task"], task_id(record["task"])
         record["task"] = {"kind": task_kind(task), **task, "id": name}
         k, sample = args.k, 0
@@ -896,13 +895,13 @@ class Collector:
 
 async def collect(args, emit):
     """Runs the episodes of stdin's tasks, and writes each as it ends."""
-    seen, done = Seen(), set()
-    jobs = [*read_jobs(args, seen)]
+    tasks, done = {}, set()
+    jobs = [*read_jobs(args, tasks)]
     kinds = {record["task"]["kind"] for record, _ in jobs}
     runner = await EpisodeRunner(args, kinds).load()
     if args.resume:
         resumed = open_to_resume(args.resume)  # locked until this function returns
-        done = finished_episodes(resumed, runner.meta, seen)
+        done = finished_episodes(resumed, runner.meta, tasks)
         jobs = [(record, i) for record, i in jobs if (record["task"]["id"], i) not in done]
     collector = Collector(runner, jobs, emit)
     await asyncio.gather(*(collector.worker() for _ in range(args.concurrency)))

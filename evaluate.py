@@ -41,7 +41,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from colbench import (Seen, agent_messages, environment, message_texts, read_records, settings,
+from colbench import (agent_messages, environment, message_texts, read_records, settings,
                       task_id, task_kind)
 from utils import digest, fail, fail_on_error, open_stdout, parser, run, say, version
 
@@ -116,10 +116,11 @@ def name_and_files(arg):
     return "stdin" if arg == "-" else os.path.splitext(arg)[0], [arg]
 
 
-def read_system(name, files, seen):
-    """Returns the System of these files. seen: the colbench.Seen of all systems."""
-    seen.episodes.clear()  # two systems may have the same ones
-    read = [e for path in files for e in read_file(path, seen)]
+def read_system(name, files, tasks):
+    """Returns the System of these files. tasks: those of all systems, see read_records."""
+    if len({*files}) < len(files):
+        fail(f"{name}: give each file only once")
+    read = [e for path in files for e in read_file(path, tasks)]
     episodes = [e for e in read if e.metrics]
     usage = Counter()
     for e in read:
@@ -141,12 +142,12 @@ def read_system(name, files, seen):
     return System(means, fields)
 
 
-def read_file(path, seen):
-    """Returns [Outcome] of a file; exits if they are of two systems. seen: see read_system."""
+def read_file(path, tasks):
+    """Returns [Outcome] of a file; exits if they are of two systems. tasks: see read_system."""
     source = "stdin" if path == "-" else path
     with fail_on_error(source):
         stream = sys.stdin if path == "-" else open(path, encoding="utf-8")
-    records = read_records(stream, "dialogue_history", "reward", source=source, seen=seen,
+    records = read_records(stream, "dialogue_history", "reward", source=source, tasks=tasks,
                            with_failed=True)
     episodes = [read_episode(source, record) for record in records]
     values = all_settings(episodes)
@@ -302,8 +303,8 @@ def notes(results):
 # --- the program ----------------------------------------------------------------------------------
 
 def main(args):
-    emit, seen = open_stdout(), Seen()
-    systems = [read_system(*name_and_files(arg), seen) for arg in args.files]
+    emit, tasks = open_stdout(), {}
+    systems = [read_system(*name_and_files(arg), tasks) for arg in args.files]
     metrics = list(dict.fromkeys(metric for system in systems for means in system.tasks.values()
                                  for metric in means))
     results = [result(system, systems[0], metrics) for system in systems]

@@ -57,8 +57,8 @@ def get_args(argv=None):
                    help="steps between such measurements")
     g = p.add_argument_group("objective and optimization")
     g.add_argument("--ref_context", choices=["hidden", "agent"], help="pi_ref reads the hidden "
-                   "information, too, or only what the agent reads; default: as the critic in "
-                   "--score, or hidden (eq. 3)")
+                   "information, too (eq. 3), or only what the agent reads; default: as the critic "
+                   "in --score; agent for any other model there; to train, hidden")
     g.add_argument("--beta", type=float, default=0.1, help="scale of the reward margin")
     g.add_argument("--nll_coef", type=float, default=0.01, help="weight of the chosen side's NLL")
     g.add_argument("--lr", type=float, default=2e-7,
@@ -73,7 +73,8 @@ def get_args(argv=None):
         args.model = args.model or "meta-llama/Llama-3.1-8B-Instruct"
     critics_flags = read_critic(args.score).get("args", {}) if args.score else {}
     args.model = args.model or critics_flags.get("model")
-    args.ref_context = args.ref_context or critics_flags.get("ref_context", "hidden")
+    usual = "agent" if args.score else "hidden"  # else the untrained critic would give all 0
+    args.ref_context = args.ref_context or critics_flags.get("ref_context", usual)
     if not args.model:
         fail(f"--model is needed, because {args.score} is no trained critic, which names its own")
     return args

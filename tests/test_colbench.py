@@ -117,8 +117,8 @@ def test_first_message_takes_braces_as_they_are():
 
 
 def test_task_id_is_given_or_a_hash_of_all_that_the_task_is():
-    ids = 0, "0", 5.5, "x", True, [5]
-    assert [task_id({**DOUBLE, "id": own}) for own in ids] == ["0", "0", "5.5", "x", "True", "[5]"]
+    ids = {0: "0", "0": "0", 5.5: "5.5", 5.0: "5", "x": "x", True: "True", (5,): "(5,)"}
+    assert [task_id({**DOUBLE, "id": own}) for own in ids] == [*ids.values()]
     assert task_id(DOUBLE) == task_id(dict(reversed(DOUBLE.items()), kind="backend", id=None))
     others = [{**DOUBLE, name: "x"} for name in (
         "problem_description", "ground_truth", "hidden_information", "test_cases", "agent_prompt",

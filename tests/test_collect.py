@@ -288,10 +288,10 @@ def test_the_model_itself_is_the_untrained_critic(tasks, tiny_dir):
 
 # --- --resume -------------------------------------------------------------------------------------
 
-def finished(file, meta=None, seen=None):
+def finished(file, meta=None, tasks=None):
     """The keys of the episodes that a run with this meta need not run again."""
     with collect.open_to_resume(file) as opened:
-        return collect.finished_episodes(opened, meta or {}, seen or colbench.Seen())
+        return collect.finished_episodes(opened, meta or {}, {} if tasks is None else tasks)
 
 
 def test_of_a_file_only_a_cut_last_line_is_dropped_and_one_run_at_a_time_has_it(collected,
@@ -352,17 +352,17 @@ def test_a_thought_that_the_prompt_opened_is_private_and_other_text_is_sent(tiny
 
 @pytest.fixture
 def resume(tiny_dir, tmp_path):
-    """resume(file): runs what resumes the file; fails as collect.py. seen: that of stdin."""
+    """resume(file): runs what resumes the file; fails as collect.py. tasks: those of stdin."""
     for name in ("reply(task, history)", "advantages(task, history, actions)"):
         (tmp_path / f"{name[:5]}.py").write_text(f"def {name}: return 'yes'")
     model = shutil.copytree(tiny_dir, tmp_path / "model")
     argv = ["--model", model, "--human", tmp_path / "reply.py", "--critic", tmp_path / "advan.py",
             "--best_of", 2, "--candidates", 3]
 
-    def make(file, *more, seen=None):
+    def make(file, *more, tasks=None):
         unloaded = without_models(*argv, "--resume", file, *more)
         make.args, make.meta = unloaded.args, unloaded.meta
-        return finished(file, make.meta, seen)
+        return finished(file, make.meta, tasks)
     return make
 
 
@@ -418,10 +418,10 @@ def test_a_task_that_was_edited_under_its_id_is_an_error(resume, episodes, tmp_p
     file.write_text(lines([second, first]))
 
     def done(record):
-        seen = colbench.Seen()
+        tasks = {}
         with stdin_of([second, record]):
-            jobs = [*collect.read_jobs(resume.args, seen)]
-        return {key_of({**r, "sample": n}) for r, n in jobs} & resume(file, seen=seen)
+            jobs = [*collect.read_jobs(resume.args, tasks)]
+        return {key_of({**r, "sample": n}) for r, n in jobs} & resume(file, tasks=tasks)
     resume(file)
     assert done(first) == {key_of(first), key_of(second)}
     for field in ("problem_description", "ground_truth", "hidden_information", "test_cases", "own"):
@@ -585,7 +585,7 @@ def test_no_sample_of_a_task_comes_twice():
     given += [said, {"task": task}, {**said, "sample": 7}]
     args = collect.get_args(["--human", "fixed:no", "--candidates", "1", "-k", "4"])
     with stdin_of(given):
-        samples = [sample for _, sample in collect.read_jobs(args, colbench.Seen())]
+        samples = [sample for _, sample in collect.read_jobs(args, {})]
     assert samples[:4] == [5, 2, 3, 0] and len(set(samples)) == len(samples) == 9
 
 

@@ -797,7 +797,7 @@ def test_any_two_models_score_and_a_critics_run_gives_what_is_not_said(whole, da
     (dpo, _), (critic, _) = whole("dpo"), whole("critic")
     given, chat = records(data)[:3], M.find_model(tiny_dir)[1]
     for flags, folder, ref, ref_reads_hidden in (
-            ([dpo, "--model", tiny_dir], dpo, tiny_dir, True), ([critic], critic, tiny_dir, True),
+            ([dpo, "--model", tiny_dir], dpo, tiny_dir, False), ([critic], critic, tiny_dir, True),
             ([tiny_dir, "--model", dpo, "--ref_context", "hidden"], tiny_dir, dpo, True),
             ([dpo, "--model", dpo, "--ref_context", "agent"], dpo, dpo, False),
             ([critic, "--ref_context", "agent"], critic, tiny_dir, False)):
