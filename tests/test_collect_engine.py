@@ -138,7 +138,7 @@ def test_bf16_draws_in_fp32(monkeypatch):
     logits = lm(torch.tensor([[20, 21, 22]])).logits[0, -1:]
     want = logits.float().log_softmax(-1)
     engine = engine_of(lm, monkeypatch)
-    token, logp = collect.sample(engine.args, logits, [random.Random(0)])
+    token, logp = collect.sample_tokens(engine.args, logits, [random.Random(0)])
     assert torch.allclose(logp, want[0, token], rtol=0, atol=1e-6)
     play(engine, range(2))
 
