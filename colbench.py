@@ -413,7 +413,7 @@ RECORD = {                 # an episode: its key is (task id, sample)
     "value": float,        # by which the critic ranks episodes: the sum of advantages (eq. 2)
     "failed": str,         # why there is no episode, nor any field but task, sample, usage and meta
     "usage": {str: int},   # what it cost, such as {"human_prompt_tokens": 812}
-    "comparison": str,     # preferences: which pair it belongs to; only its two are compared
+    "comparison": str,     # preferences: the comparison to which the record belongs
     "meta": {              # how it was sampled
         "model_weights": str,
         "seed": int,
@@ -501,9 +501,10 @@ def read_records(stream, *fields, source="stdin", tasks=None, with_failed=False)
 
 
 def clean_record(record, fields):
-    """Drops nulls, and rounds a reward within 1e-9 of 1 or 0; ValueError if a record is invalid.
+    """Drops nulls from a record, and rounds its reward; ValueError if the record is invalid.
 
-    So the sum of ten times 0.1 counts as solved. fields: see read_records.
+    A reward within 1e-9 of 1 or 0 becomes that, so that the sum of ten times 0.1 counts as solved.
+    fields: see read_records.
     """
     clean_shape(record, RECORD)
     check_dialogue(record.get("dialogue_history", []), "dialogue_history")
